@@ -1,0 +1,239 @@
+"""Every knob, its default and its meaning, once. One model per stage; the UI forms and `--set` are generated from them.
+
+Knows nothing of files, models or Prefect. A field marked `PRACTICAL` changes how work is done, never what comes out:
+it is no part of an artifact's key.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+PRACTICAL = {"identity": False}
+
+Stage = Literal["generation", "tokenization", "extraction", "training", "evaluation"]
+Step = Literal[
+    "generation", "tokenization", "extraction",
+    "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
+    "training", "evaluation",
+]  # fmt: skip
+"""The steps of the pipeline. The evaluation set passes through the first three stages too, as artifacts of its own."""
+
+
+class Config(BaseModel):
+    """Frozen, and strict about unknown keys: a misspelt knob must never be silently ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def identity(self) -> dict[str, Any]:
+        """The part that decides what comes out, JSON-ready: the input of the stage's key."""
+        practical = {
+            name
+            for name, field in type(self).model_fields.items()
+            if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("identity") is False
+        }
+        return self.model_dump(mode="json", exclude=practical)
+
+
+class VerifierConfig(Config):
+    """The large frozen model that a drafter is trained for."""
+
+    model: str = Field(
+        title="Verifier",
+        min_length=1,
+        description="A hub id, a local folder, a .gguf file, or bundled:demo-verifier.",
+    )
+    revision: str = Field("main", title="Revision", description="Branch, tag or commit of a hub id; pinned at load.")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field(
+        "bfloat16", title="Precision", description="Weights and arithmetic of the verifier, as it will be served."
+    )
+    device: str = Field(
+        "auto",
+        title="Device",
+        description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.",
+        json_schema_extra=PRACTICAL,
+    )
+
+
+class GenerationConfig(Config):
+    """On-policy answers: the verifier responds to the prompts greedily; its token ids are kept as they were served."""
+
+    prompts: list[str] = Field(
+        title="Prompts", min_length=1, description="JSONL files (messages, prompt, question or turns), or bundled:NAME."
+    )
+    max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
+    max_prompt_tokens: int = Field(
+        1024, title="Longest prompt", gt=0, description="In tokens; longer prompts are dropped and counted."
+    )
+    max_new_tokens: int = Field(2048, title="Longest response", gt=0, description="In tokens; a longer one is cut.")
+    batch_size: int = Field(
+        32, title="Batch size", gt=0, description="Prompts answered at once.", json_schema_extra=PRACTICAL
+    )
+
+
+class TokenizationConfig(Config):
+    """Conversations to token ids, supervised mask, split and length bucket."""
+
+    max_length: int = Field(3072, title="Longest row", gt=1, description="In tokens; longer rows are truncated.")
+    min_supervised: int = Field(
+        2, title="Fewest supervised tokens", ge=1, description="Rows with fewer are dropped and counted."
+    )
+    validation_share: float = Field(
+        0.02, title="Validation share", ge=0, lt=1, description="Share of conversations held out, chosen by their hash."
+    )
+    num_buckets: int = Field(6, title="Length buckets", ge=1, le=64, description="Classes of similar length.")
+
+
+class ExtractionConfig(Config):
+    """Hidden states of the verifier's tap layers, as Zarr shards."""
+
+    num_taps: int = Field(5, title="Taps", ge=1, description="Tap layers, spread by the published formula.")
+    target_layer_ids: list[int] = Field(
+        default_factory=list,
+        title="Tap layers",
+        description="0-based decoder layers whose output is taken; empty uses the formula.",
+    )
+    storage_dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", title="Stored precision", description="float32 doubles the bytes; exact for a float32 verifier."
+    )
+    shard_tokens: int = Field(
+        1_000_000, title="Tokens per shard", gt=0, description="A shard is the unit of retry and resume."
+    )
+    batch_tokens: int = Field(
+        16_384,
+        title="Tokens per batch",
+        gt=0,
+        description="Padded tokens in one pass of the verifier.",
+        json_schema_extra=PRACTICAL,
+    )
+    disk_quota_gb: float = Field(
+        0,
+        title="Disk quota (GB)",
+        ge=0,
+        description="Refuse before starting if the estimate is larger; 0 asks only for free space.",
+        json_schema_extra=PRACTICAL,
+    )
+
+    @field_validator("target_layer_ids")
+    @classmethod
+    def _distinct(cls, ids: list[int]) -> list[int]:
+        if len(set(ids)) != len(ids) or ids != sorted(ids) or any(i < 0 for i in ids):
+            raise ValueError(f"tap layers must be distinct, ascending and >= 0, got {ids}")
+        return ids
+
+
+class TrainingConfig(Config):
+    """The DFlash drafter and how it is trained (defaults: arXiv 2602.06036, gamma for tree deployment)."""
+
+    mask_token_id: int = Field(
+        title="Mask token id",
+        ge=0,
+        description="A reserved id of the verifier's vocabulary: 151669 for Qwen3, 248070 for Qwen3.5/3.6.",
+    )
+    block_size: int = Field(16, title="Block size", ge=2, le=128, description="Slots per block, the anchor included.")
+    num_layers: int = Field(5, title="Drafter layers", ge=1, description="Decoder layers of the drafter.")
+    num_anchors: int = Field(512, title="Anchors", gt=0, description="Blocks sampled per conversation and step.")
+    slot_weights: Literal["decay", "dpace", "uniform"] = Field(
+        "decay",
+        title="Slot weights",
+        description="decay: exp(-(k-1)/gamma). dpace: arXiv 2605.18810. uniform: every slot counts the same.",
+    )
+    gamma: float = Field(
+        10.0, title="Gamma", gt=0, description="Decay of the slot weights, in slots: 10 for trees, 7 in the paper."
+    )
+    dpace_alpha: float = Field(0.5, title="D-PACE alpha", ge=0, le=1, description="Smoothing of D-PACE's confidences.")
+    noise_std: float = Field(
+        0.05, title="Feature noise", ge=0, description="In units of each tap's RMS; ramps from 0 during warmup."
+    )
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", title="Optimizer", description="muon: Muon for matrices, AdamW for the rest."
+    )
+    learning_rate: float = Field(6e-4, title="Learning rate", gt=0, description="Peak, of AdamW.")
+    muon_learning_rate: float = Field(0.01, title="Muon learning rate", gt=0, description="Peak, of Muon.")
+    beta1: float = Field(0.9, title="Beta 1", ge=0, lt=1, description="AdamW.")
+    beta2: float = Field(0.95, title="Beta 2", ge=0, lt=1, description="AdamW.")
+    weight_decay: float = Field(0.0, title="Weight decay", ge=0, description="Decoupled.")
+    warmup_share: float = Field(0.04, title="Warmup", ge=0, le=1, description="Share of all steps; cosine to 0 after.")
+    clip_norm: float = Field(1.0, title="Gradient clip", gt=0, description="Largest gradient norm.")
+    epochs: int = Field(6, title="Epochs", gt=0, description="Passes over the training rows.")
+    max_steps: int = Field(0, title="Most steps", ge=0, description="Stop after N optimizer steps; 0: epochs decide.")
+    max_tokens_per_batch: int = Field(
+        16_384, title="Tokens per batch", gt=0, description="Padded tokens of the conversations in one micro-batch."
+    )
+    accumulation: int = Field(1, title="Accumulation", ge=1, description="Micro-batches per optimizer step.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        "bfloat16", title="Precision", description="Arithmetic; master weights and moments are always float32."
+    )
+    seed: int = Field(0, title="Seed", ge=0, description="Same seed, same drafter.")
+    validation_budget: int = Field(64, title="Validation budget", ge=1, description="Tree budget in validation.")
+    validate_every: int = Field(500, title="Validate every", gt=0, description="Steps between replays.")
+    save_every: int = Field(
+        200, title="Save every", gt=0, description="Steps between checkpoints.", json_schema_extra=PRACTICAL
+    )
+    log_every: int = Field(10, title="Log every", gt=0, description="Steps between rows.", json_schema_extra=PRACTICAL)
+    device: str = Field(
+        "auto", title="Device", description="auto, cpu, cuda or cuda:N.", json_schema_extra=PRACTICAL
+    )
+    tracking: Literal["auto", "online", "offline", "disabled"] = Field(
+        "auto",
+        title="W&B",
+        description="auto: online if WANDB_API_KEY is set, else offline.",
+        json_schema_extra=PRACTICAL,
+    )
+    project: str = Field("dflash", title="W&B project", min_length=1, json_schema_extra=PRACTICAL)
+    run_name: str = Field(
+        "", title="W&B run name", description="Empty: made from the settings.", json_schema_extra=PRACTICAL
+    )
+
+
+class EvaluationConfig(Config):
+    """Acceptance length of chain and trees, by replay, cross-checked by live decoding."""
+
+    prompts: list[str] = Field(
+        title="Prompts", min_length=1, description="JSONL files with a category per row, or bundled:NAME."
+    )
+    max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
+    max_prompt_tokens: int = Field(1024, title="Longest prompt", gt=0, description="In tokens; longer are dropped.")
+    max_new_tokens: int = Field(2048, title="Longest response", gt=0, description="In tokens; a longer one is cut.")
+    budgets: list[int] = Field(
+        default=[16, 64], title="Tree budgets", min_length=1, description="Nodes of the draft tree, root excluded."
+    )
+    live_prompts: int = Field(
+        4, title="Live prompts", ge=0, description="Prompts decoded live as a cross-check of replay."
+    )
+
+    @field_validator("budgets")
+    @classmethod
+    def _ascending(cls, budgets: list[int]) -> list[int]:
+        if budgets != sorted(set(budgets)) or budgets[0] < 1:
+            raise ValueError(f"budgets must be positive, distinct and ascending, got {budgets}")
+        return budgets
+
+
+class Recipe(Config):
+    """One full configuration of the pipeline: the parameters of a deployment in prefect.yaml."""
+
+    verifier: VerifierConfig
+    generation: GenerationConfig
+    tokenization: TokenizationConfig = TokenizationConfig()
+    extraction: ExtractionConfig = ExtractionConfig()
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+
+    @model_validator(mode="after")
+    def _rows_can_hold_a_block(self) -> "Recipe":
+        if self.tokenization.max_length <= self.training.block_size:
+            raise ValueError(
+                f"tokenization.max_length {self.tokenization.max_length} leaves no room for a block of "
+                f"{self.training.block_size}; raise it or lower training.block_size"
+            )
+        return self
+
+    def evaluation_generation(self) -> GenerationConfig:
+        """How the evaluation set is answered: as the training prompts are, with the evaluation's own limits."""
+        shared = self.evaluation.model_dump(include={"prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens"})
+        return self.generation.model_copy(update=shared)
+
+    def evaluation_tokenization(self) -> TokenizationConfig:
+        """Rows of the evaluation set are neither truncated nor split."""
+        longest = self.evaluation.max_prompt_tokens + self.evaluation.max_new_tokens
+        return TokenizationConfig(max_length=longest, min_supervised=1, validation_share=0, num_buckets=1)

@@ -1,0 +1,155 @@
+"""Which verifier exactly: a model name resolved to a plain folder, and that folder's identity.
+
+Reads and hashes files; loads no weights (a GGUF file is converted once, by `verifier.py`).
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from dflash.bundled import resolve
+from dflash.config import TrainingConfig, VerifierConfig
+from dflash.manifests import file_sha256, home, text_sha256, write_atomically
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
+)  # fmt: skip
+VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+class PinnedVerifier(BaseModel):
+    """A verifier on disk. Two of equal `identity` have the same weights, configuration, tokenizer and chat template."""
+
+    model_config = ConfigDict(frozen=True)
+    name: str
+    path: str
+    identity: str
+    tokenizer_identity: str
+    dtype: str
+    device: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    special_ids: dict[str, list[int]]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.identity[:8]}, {self.dtype})"
+
+
+def _file_hash(path: Path) -> str:
+    """Content hash, remembered by (size, time stamp) beside the data: hashing 16 GB on every run would be felt."""
+    stat = path.stat()
+    memo = home() / "pins" / f"{text_sha256(str(path.absolute()))[:16]}-{stat.st_size}-{stat.st_mtime_ns}"
+    if memo.exists():
+        return memo.read_text()
+    digest = file_sha256(path)
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(memo, digest)
+    return digest
+
+
+def _folder(config: VerifierConfig) -> Path:
+    path = resolve(config.model)
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"verifier.model: {path} does not exist; give the path of a .gguf file")
+        converted = home() / "verifiers" / f"{path.stem}-{_file_hash(path)[:12]}"
+        if not (converted / "config.json").exists():
+            from dflash.verifier import convert_gguf  # heavy, and needed once per file
+
+            convert_gguf(path, converted)
+        return converted
+    if path.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") != 1:
+        raise ValueError(f"verifier.model: {config.model!r} is no folder, .gguf file, hub id or bundled:NAME")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"verifier.model: {config.model!r} at {config.revision!r} is neither a local folder nor reachable on the hub "
+            f"({type(error).__name__}); check the name and the network, or give the path of a downloaded folder"
+        ) from error
+
+
+def _ids(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def pin(config: VerifierConfig) -> PinnedVerifier:
+    """Resolve and identify a verifier. Raises ValueError where the model cannot be found or is no causal LM folder."""
+    folder = _folder(config)
+    if not (folder / "config.json").exists():
+        raise ValueError(f"verifier.model: {folder} holds no config.json; give a Transformers model folder")
+    settings = json.loads((folder / "config.json").read_text())
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"verifier.model: {folder} holds no .safetensors weights; convert the model first")
+    tokenizer = {name: _file_hash(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
+    if not tokenizer:
+        raise ValueError(f"verifier.model: {folder} holds no tokenizer; copy the model's tokenizer files there")
+    kept = {name: value for name, value in settings.items() if name not in VOLATILE}
+    parts = {"config": kept, "weights": {w.name: _file_hash(w) for w in weights}, "tokenizer": tokenizer}
+    generation = folder / "generation_config.json"
+    eos = _ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.exists() else []
+    text = settings.get("text_config", settings)
+    return PinnedVerifier(
+        name=config.model,
+        path=str(folder.absolute()),
+        identity=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
+        tokenizer_identity=hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest()[:16],
+        dtype=config.dtype,
+        device=config.device,
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        special_ids={
+            "eos": sorted({*_ids(text.get("eos_token_id")), *eos}),
+            "pad": _ids(text.get("pad_token_id")),
+            "bos": _ids(text.get("bos_token_id")),
+        },
+    )
+
+
+def tap_layers(num_layers: int, num_taps: int, chosen: list[int]) -> list[int]:
+    """0-based tap layers: those chosen, else the published spread `round(1 + i*(N-4)/(K-1))` (arXiv 2602.06036).
+
+    Raises ValueError for a layer the verifier does not have, for its last one (whose output is final-normed, so it is
+    not a tap), and where a shallow verifier cannot give that many different taps.
+    """
+    layers = chosen
+    if not chosen:
+        spread = [round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps)] if num_taps > 1 else []
+        layers = spread or [num_layers // 2]
+        if len(set(layers)) != len(layers):
+            raise ValueError(
+                f"extraction.num_taps: {num_taps} taps over {num_layers} layers coincide ({layers}); "
+                f"ask for at most {max(1, num_layers - 3)} or name extraction.target_layer_ids"
+            )
+    for layer in layers:
+        if not 0 <= layer < num_layers - 1:
+            raise ValueError(
+                f"extraction.target_layer_ids: layer {layer} is out of range; "
+                f"the verifier has {num_layers} layers, taps are 0..{num_layers - 2}"
+            )
+    return layers
+
+
+def check_mask_token(config: TrainingConfig, verifier: PinnedVerifier) -> None:
+    """The mask token must be a row of the embedding and mean nothing else; raises ValueError saying which it breaks."""
+    token = config.mask_token_id
+    if token >= verifier.vocab_size:
+        raise ValueError(
+            f"training.mask_token_id: {token} is out of range; the verifier's embedding has {verifier.vocab_size} rows"
+        )
+    for name, ids in verifier.special_ids.items():
+        if token in ids:
+            raise ValueError(f"training.mask_token_id: {token} is the verifier's {name} token; choose a reserved id")
