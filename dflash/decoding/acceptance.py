@@ -1,0 +1,115 @@
+"""Acceptance: its one definition, as sums and counts. Numbers in, numbers out: no tensor, no model, no file.
+
+A response is n tokens. The verifier's prefill gives the first one. A round starts from the last committed token (the
+anchor): the drafter proposes the slots after it, the verifier accepts the leading ones that are its own choice and adds
+one token of its own, the bonus token, which is the next anchor. There are rounds for as long as a token is missing.
+
+    tau = 1 + accepted / rounds      over all rounds of a set: the 1 is the bonus token
+
+At the end of the response (its end-of-sequence token, or the length limit) a round is cut: accepted tokens beyond the
+end are not counted, and the last round has no bonus token where its accepted tokens reach the end.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+CHAIN = "chain"
+
+
+def method_name(budget: int) -> str:
+    """How the tree of a budget is called in metrics and reports: tree16."""
+    return f"tree{budget}"
+
+
+def cut(accepted: int, *, remaining: int) -> tuple[int, int]:
+    """(accepted, committed) of a round when the response has `remaining` tokens to come, the bonus token among them.
+
+    The one rule for the end of a response, in replay and in live decoding.
+    """
+    return min(accepted, remaining), min(accepted + 1, remaining)
+
+
+def walk_rounds(accepted_at: Sequence[int], *, num_tokens: int) -> list[int]:
+    """The accepted counts of the rounds of a response; `accepted_at[i]` is what a round from token i would accept."""
+    rounds = []
+    anchor = 0
+    while anchor < num_tokens - 1:
+        accepted, committed = cut(accepted_at[anchor], remaining=num_tokens - 1 - anchor)
+        rounds.append(accepted)
+        anchor += committed
+    return rounds
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Rounds of one method over a set of responses. Additive; `Acceptance()` is the empty set.
+
+    `histogram[a]` counts the rounds that accepted a tokens. `measured[k-1]` counts the rounds in which slots 1..k-1
+    were accepted and slot k lies within the response; a slot beyond the end is not measured, which is not rejected.
+    """
+
+    responses: int = 0
+    tokens: int = 0
+    responses_with_rounds: int = 0
+    sum_of_response_lengths: float = 0.0
+    histogram: tuple[int, ...] = ()
+    measured: tuple[int, ...] = ()
+
+    @classmethod
+    def of_response(cls, accepted: Sequence[int], *, num_tokens: int, num_slots: int) -> "Acceptance":
+        """From the accepted count of each round of one response of `num_tokens`; blocks have `num_slots` slots."""
+        histogram, measured = [0] * (num_slots + 1), [0] * num_slots
+        remaining = num_tokens - 1
+        for count in accepted:
+            histogram[count] += 1
+            for slot in range(min(count + 1, num_slots, remaining)):
+                measured[slot] += 1
+            remaining -= cut(count, remaining=remaining)[1]
+        assert remaining <= 0, f"{remaining} tokens are left after the last round"
+        return cls(
+            responses=1,
+            tokens=num_tokens,
+            responses_with_rounds=int(bool(accepted)),
+            sum_of_response_lengths=1 + sum(accepted) / len(accepted) if accepted else 0.0,
+            histogram=tuple(histogram),
+            measured=tuple(measured),
+        )
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        return Acceptance(
+            responses=self.responses + other.responses,
+            tokens=self.tokens + other.tokens,
+            responses_with_rounds=self.responses_with_rounds + other.responses_with_rounds,
+            sum_of_response_lengths=self.sum_of_response_lengths + other.sum_of_response_lengths,
+            histogram=tuple(a + b for a, b in zip_longest(self.histogram, other.histogram, fillvalue=0)),
+            measured=tuple(a + b for a, b in zip_longest(self.measured, other.measured, fillvalue=0)),
+        )
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.histogram)
+
+    @property
+    def accepted(self) -> int:
+        return sum(count * rounds for count, rounds in enumerate(self.histogram))
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """tau over all rounds; None where there was none."""
+        return 1 + self.accepted / self.rounds if self.rounds else None
+
+    @property
+    def per_response_mean(self) -> float | None:
+        """The mean of each response's own tau, as papers print it; None where no response had a round."""
+        return self.sum_of_response_lengths / self.responses_with_rounds if self.responses_with_rounds else None
+
+    @property
+    def slot_accepted(self) -> tuple[int, ...]:
+        """Rounds that accepted slot k (at k-1)."""
+        return tuple(sum(self.histogram[k:]) for k in range(1, len(self.histogram)))
+
+    @property
+    def conditional_acceptance(self) -> tuple[float | None, ...]:
+        """P(slot k accepted | slots before it accepted), at k-1; None where the slot was never measured."""
+        return tuple(a / m if m else None for a, m in zip(self.slot_accepted, self.measured, strict=True))

@@ -1,0 +1,156 @@
+"""Draft trees. Arrays in, arrays out: nothing here knows a model, a tokenizer or a file.
+
+One pass of the drafter gives a distribution per slot. The tree of budget N is the set of the N most probable prefixes,
+a prefix's probability being the product of its tokens' (DDTree, arXiv 2604.12989): the set of that size with the
+largest expected accepted length under the drafter. The root (the anchor) is not a node.
+
+B blocks, S slots, V vocabulary, K candidates per slot, N nodes, M = N + 1 the root and the nodes
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+ABSENT = torch.iinfo(torch.int64).max
+"""The order of a prefix that is not in the tree: beyond every budget."""
+
+
+@dataclass(frozen=True)
+class Trees:
+    """One tree per block, nodes best first; a parent precedes its children, so the first b nodes are a tree as well.
+
+    `parents_BN` holds the node's number within the block, -1 for the root. `depths_BN` is the slot, 1..S.
+    `scores_BN` is the prefix's log-probability in float64; -inf marks the end of a tree with fewer than N nodes, where
+    the other arrays mean nothing.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    depths_BN: Tensor
+    scores_BN: Tensor
+
+
+def top_tokens(logprobs_BSV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best tokens of each slot: values (B, S, k) descending and their ids, equal values by the lowest id."""
+    values_BSK, ids_BSK = logprobs_BSV.topk(k, dim=-1)
+    # topk picks freely among equal values: order those it took, then mend the slots where it left an equal one out
+    ids_BSK, by_id = ids_BSK.sort(dim=-1)
+    values_BSK, by_value = values_BSK.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids_BSK = ids_BSK.gather(-1, by_value)
+    last_BS1 = values_BSK[..., -1:]
+    torn_BS = (logprobs_BSV == last_BS1).sum(-1) > (values_BSK == last_BS1).sum(-1)
+    if torn_BS.any():
+        ids_BSK[torn_BS] = logprobs_BSV[torn_BS].sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return values_BSK, ids_BSK
+
+
+def root_only(num_blocks: int, *, device: torch.device) -> Trees:
+    """Trees without a node: the verifier decodes alone."""
+    none = torch.zeros(num_blocks, 0, dtype=torch.int64, device=device)
+    return Trees(none, none, none, none.double())
+
+
+def chain(values_BSK: Tensor, ids_BSK: Tensor) -> Trees:
+    """The best token of each slot, one below the other: plain DFlash (arXiv 2602.06036)."""
+    num_blocks, num_slots = ids_BSK.shape[:2]
+    steps_BN = torch.arange(num_slots, device=ids_BSK.device).expand(num_blocks, -1)
+    return Trees(ids_BSK[..., 0], steps_BN - 1, steps_BN + 1, values_BSK[..., 0].double().cumsum(-1))
+
+
+@lru_cache
+def _pairs(num_parents: int, num_candidates: int, budget: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The (parent, rank) pairs of a level that can matter: the same for every block."""
+    pairs = [(i, j) for i in range(num_parents) for j in range(min(num_candidates, budget // (i + 1)))]
+    parent_C, rank_C = torch.tensor(pairs, device=device).unbind(-1)
+    return parent_C, rank_C
+
+
+def best_first(values_BSK: Tensor, ids_BSK: Tensor, *, budget: int) -> Trees:
+    """The `budget` most probable prefixes, by score descending, then depth, then the ranks of their tokens.
+
+    `values_BSK` are log-probabilities (<= 0), descending within a slot; K >= min(budget, V) or the tree is not the best
+    one. N is `budget`, or less where the slots have not so many prefixes.
+
+    Level by level: a prefix among the best N has a parent among the N best of its own level, and the child of rank j of
+    parent i is preceded by all children of rank <= j of parents <= i, so only (i+1)(j+1) <= budget can matter.
+    """
+    num_blocks, num_slots, num_candidates = values_BSK.shape
+    device = values_BSK.device
+    values_BSK = values_BSK.double()  # sums of float32 are exact enough that rounding makes no ties of its own
+    best_BP = torch.zeros(num_blocks, 1, dtype=torch.float64, device=device)  # P parents: at first the root
+    lexical_BP = torch.zeros(num_blocks, 1, dtype=torch.int64, device=device)  # order by ranks: decides ties
+    scores, tokens, parents, depths = [], [], [], []
+    start = -1  # where the parents' level lies in the concatenated levels; the root is before them
+    for slot in range(num_slots):
+        parent_C, rank_C = _pairs(best_BP.shape[1], num_candidates, budget, device)
+        score_BC = best_BP[:, parent_C] + values_BSK[:, slot, rank_C]
+        by_ranks_BC = (lexical_BP[:, parent_C] * num_candidates + rank_C).argsort(dim=-1)
+        score_BC, by_score_BC = score_BC.gather(-1, by_ranks_BC).sort(dim=-1, descending=True, stable=True)
+        best_BP = score_BC[:, :budget]
+        picked_BP = by_ranks_BC.gather(-1, by_score_BC[:, :budget])
+        lexical_BP = by_score_BC[:, :budget]
+        scores.append(best_BP)
+        tokens.append(ids_BSK[:, slot].gather(-1, rank_C[picked_BP]))
+        parents.append(start + parent_C[picked_BP])
+        depths.append(torch.full_like(picked_BP, slot + 1))
+        start = sum(level.shape[1] for level in scores[:-1])
+    # levels are concatenated shallow first and each is in order, so a stable sort by score gives the total order
+    scores_BN, order_BN = torch.cat(scores, dim=-1).sort(dim=-1, descending=True, stable=True)
+    number_BN = order_BN.argsort(dim=-1)
+    order_BN = order_BN[:, :budget]
+    parents_BN = torch.cat(parents, dim=-1).gather(-1, order_BN)
+    return Trees(
+        tokens_BN=torch.cat(tokens, dim=-1).gather(-1, order_BN),
+        parents_BN=number_BN.gather(-1, parents_BN.clamp(min=0)).where(parents_BN >= 0, -1),
+        depths_BN=torch.cat(depths, dim=-1).gather(-1, order_BN),
+        scores_BN=scores_BN[:, :budget],
+    )
+
+
+def ancestors(trees: Trees) -> Tensor:
+    """Which of root and nodes each of them may attend to (B, M, M): itself, its ancestors and the root."""
+    parents_BM = torch.nn.functional.pad(trees.parents_BN + 1, (1, 0))
+    num_blocks, size = parents_BM.shape
+    at_BM = torch.arange(size, device=parents_BM.device).expand(num_blocks, -1)
+    visible_BMM = torch.zeros(num_blocks, size, size, dtype=torch.bool, device=parents_BM.device)
+    for _ in range(int(trees.depths_BN.max()) + 1 if size > 1 else 1):
+        visible_BMM.scatter_(-1, at_BM[..., None], True)
+        at_BM = parents_BM.gather(-1, at_BM)
+    return visible_BMM
+
+
+def walk(trees: Trees, choices_BM: Tensor, *, num_slots: int) -> Tensor:
+    """Follow the verifier from the root for as long as its choice is a node: the node at each depth (B, S), or ABSENT.
+
+    `choices_BM` holds the token that the verifier puts after the root (column 0) and after each node (1 + its number);
+    -1 where it puts none. Numbers grow with the depth, so a tree of budget b accepts as many slots as are below b.
+    """
+    at_B1 = torch.full_like(choices_BM[:, :1], -1)
+    path_BS = torch.full((len(choices_BM), num_slots), ABSENT, dtype=torch.int64, device=choices_BM.device)
+    node_N = torch.arange(trees.tokens_BN.shape[1], device=choices_BM.device)
+    exists_BN = trees.scores_BN > -torch.inf
+    for slot in range(num_slots if len(node_N) else 0):
+        choice_B1 = choices_BM.gather(-1, (at_B1 + 1).where(at_B1 != ABSENT, 0))
+        match_BN = exists_BN & (trees.parents_BN == at_B1) & (trees.tokens_BN == choice_B1)
+        at_B1 = node_N.where(match_BN, ABSENT).amin(-1, keepdim=True)
+        path_BS[:, slot] = at_B1[:, 0]
+    return path_BS
+
+
+def label_order(trees: Trees, labels_BS: Tensor, live_BS: Tensor) -> Tensor:
+    """The number of the label prefix of each depth in its tree (B, S), ABSENT where the tree lacks it.
+
+    The first slot that is not live ends the prefix. One tree of the largest budget serves every smaller one.
+    """
+    num_slots = labels_BS.shape[1]
+    labels_BS = labels_BS.where(live_BS, -1)
+    after_BM = torch.nn.functional.pad(trees.depths_BN, (1, 0))  # what follows a node of depth d is label d, from 0
+    choices_BM = labels_BS.gather(-1, after_BM.clamp(max=num_slots - 1)).where(after_BM < num_slots, -1)
+    return walk(trees, choices_BM, num_slots=num_slots)
+
+
+def accepted_within(order_BS: Tensor, budget: int) -> Tensor:
+    """How many leading slots a tree of that budget accepts (B,), from the orders in a tree at least as big."""
+    return (order_BS < budget).sum(-1)
