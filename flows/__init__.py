@@ -1,0 +1,1 @@
+"""What runs, in which order, on which schedule. Nothing is computed here."""

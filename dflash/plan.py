@@ -1,0 +1,189 @@
+"""What a run would do: which steps are cached, which would run and why, and about how much they would handle.
+
+Reads manifests and hashes prompt files; loads no model and writes nothing.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+from dflash import keys
+from dflash.config import GenerationConfig, Recipe, Step
+from dflash.manifests import Artifact, Damaged, Key, Manifest, find, manifests
+from dflash.pinning import PinnedVerifier, check_mask_token, pin, tap_layers
+
+CHARACTERS_PER_TOKEN = 3.5  # of English text; only for estimates made before anything was tokenized
+
+
+class PlannedStep(BaseModel):
+    """One step of a run that has not started. `tokens` and `bytes` are estimates of what it handles and writes."""
+
+    stage: Step
+    state: Literal["cached", "would run"]
+    reason: str
+    fingerprint: str | None = None
+    tokens: int | None = None
+    bytes: int | None = None
+
+
+def plan(recipe: Recipe) -> list[PlannedStep]:
+    """The steps of a run of this recipe, in order. Raises ValueError where the recipe cannot work."""
+    verifier = pin(recipe.verifier)
+    check_mask_token(recipe.training, verifier)
+    taps = tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
+    known = manifests()
+    steps: list[PlannedStep] = []
+
+    def states_of(
+        generation: GenerationConfig, names: tuple[Step, Step, Step], tokenization: Any
+    ) -> tuple[Artifact | None, int]:
+        tokens, text_bytes = _estimate(generation)
+        conversations = _step(
+            steps, known, names[0], lambda: keys.generation_key(generation, verifier), tokens=tokens, nbytes=text_bytes
+        )
+        tokens = _tokens(conversations, tokens)
+        corpus = _step(
+            steps,
+            known,
+            names[1],
+            lambda: keys.tokenization_key(tokenization, _made(conversations), verifier),
+            tokens=tokens,
+            nbytes=5 * tokens,
+            waits_for=None if conversations else names[0],
+        )
+        tokens = _tokens(corpus, tokens)
+        width = {"bfloat16": 2, "float32": 4}[recipe.extraction.storage_dtype]
+        states = _step(
+            steps,
+            known,
+            names[2],
+            lambda: keys.extraction_key(recipe.extraction, _made(corpus), verifier),
+            tokens=tokens,
+            nbytes=tokens * (len(taps) * verifier.hidden_size * width + 9),
+            waits_for=None if corpus else names[1],
+            stable=True,
+        )
+        return states, tokens
+
+    training_states, tokens = states_of(
+        recipe.generation, ("generation", "tokenization", "extraction"), recipe.tokenization
+    )
+    evaluation_states, evaluation_tokens = states_of(
+        recipe.evaluation_generation(),
+        ("evaluation-generation", "evaluation-tokenization", "evaluation-extraction"),
+        recipe.evaluation_tokenization(),
+    )
+    drafter = _step(
+        steps,
+        known,
+        "training",
+        lambda: keys.training_key(recipe.training, _made(training_states)),
+        tokens=tokens * recipe.training.epochs,
+        nbytes=_drafter_bytes(recipe, verifier, len(taps)),
+        waits_for=None if training_states else "extraction",
+        stable=True,
+    )
+    missing: Step | None = None if drafter else "training"
+    if not evaluation_states:
+        missing = "evaluation-extraction"
+    _step(
+        steps,
+        known,
+        "evaluation",
+        lambda: keys.evaluation_key(recipe.evaluation, _made(drafter), _made(evaluation_states), verifier),
+        tokens=evaluation_tokens,
+        nbytes=None,
+        waits_for=missing,
+    )
+    return steps
+
+
+def _step(
+    steps: list[PlannedStep],
+    known: list[Manifest],
+    stage: Step,
+    key_of: Callable[[], Key],
+    *,
+    tokens: int,
+    nbytes: int | None,
+    waits_for: Step | None = None,
+    stable: bool = False,
+) -> Artifact | None:
+    """Append the step; return its artifact, or what it would be called where that is known already (`stable`)."""
+    if waits_for:
+        steps.append(
+            PlannedStep(
+                stage=stage, state="would run", reason=f"{waits_for} comes first", tokens=tokens, bytes=nbytes
+            )
+        )
+        return None
+    key = key_of()
+    try:
+        found, reason = find(key), ""
+    except Damaged as damage:
+        found, reason = None, str(damage)
+    planned = PlannedStep(
+        stage=stage,
+        state="cached" if found else "would run",
+        reason="" if found else reason or _why(key, known),
+        fingerprint=str(key),
+        tokens=tokens,
+        bytes=next((m.nbytes for m in known if m.key == str(key)), nbytes),
+    )
+    steps.append(planned)
+    if found or not stable:
+        return found
+    return Artifact(stage=key.stage, key=str(key), identity=str(key), location=key.location)
+
+
+def _made(artifact: Artifact | None) -> Artifact:
+    assert artifact, "a step is keyed only when its inputs are known"
+    return artifact
+
+
+def _why(key: Key, known: Iterable[Manifest]) -> str:
+    """How the wanted artifact differs from the most similar one there is."""
+    reasons: list[list[str]] = []
+    for manifest in known:
+        if manifest.stage != key.stage:
+            continue
+        changed = []
+        if manifest.recipe != key.recipe:
+            changed.append(f"RECIPE {manifest.recipe} -> {key.recipe}")
+        for kind, old, new in (("", manifest.config, key.config), ("input ", manifest.inputs, key.inputs)):
+            for name in sorted({*old, *new}):
+                if old.get(name) != new.get(name):
+                    what = f"{name} {old.get(name)} -> {new.get(name)}" if not kind else f"input {name} changed"
+                    changed.append(what)
+        reasons.append(changed)
+    if not reasons:
+        return "never made"
+    closest = min(reasons, key=len)
+    return ", ".join(closest) if closest else "deleted"
+
+
+def _estimate(generation: GenerationConfig) -> tuple[int, int]:
+    """(tokens, bytes) of the answered prompts at most, from the size of the prompt files."""
+    rows = characters = 0
+    for path, _ in keys.prompt_files(generation.prompts):
+        with Path(path).open(errors="replace") as file:
+            for line in file:
+                rows, characters = rows + 1, characters + len(line)
+    share = min(1.0, generation.max_prompts / rows) if generation.max_prompts and rows else 1.0
+    tokens = share * (characters / CHARACTERS_PER_TOKEN + rows * generation.max_new_tokens)
+    return round(tokens), round(tokens * (4 + CHARACTERS_PER_TOKEN))
+
+
+def _tokens(artifact: Artifact | None, estimate: int) -> int:
+    if artifact is None:
+        return estimate
+    summary = artifact.summary
+    return int(summary["tokens"]) + int(summary.get("prompt_tokens", 0))
+
+
+def _drafter_bytes(recipe: Recipe, verifier: PinnedVerifier, num_taps: int) -> int:
+    """Float32 weights, taking the layers to be as wide as the verifier's usually are (12 H^2 each)."""
+    hidden = verifier.hidden_size
+    return 4 * hidden * hidden * (num_taps + 12 * recipe.training.num_layers)

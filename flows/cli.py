@@ -1,0 +1,197 @@
+"""`dflash`: run, plan, list, and start the stack. Thin: everything it does is a function elsewhere."""
+
+import json
+import logging
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+
+from dflash import manifests
+from dflash import plan as planning
+from flows import recipes, server
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A factory for speculative-decoding drafters. Recipes are the deployments of prefect.yaml.",
+)
+err = Console(stderr=True)
+out = Console()
+
+RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.gamma=7. Repeatable."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Make the last line of the output one JSON object.")]
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Bad names, keys and values: one line, exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error), code=2)
+
+
+def fail(message: str, *, code: int) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    raise typer.Exit(code)
+
+
+@app.command()
+def run(
+    recipe: RecipeName,
+    changes: Changes = None,
+    refresh: Annotated[
+        list[str] | None, typer.Option("--refresh", metavar="STAGE", help="Run this stage again. Repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run a recipe in this process: only what is not cached yet is done. Needs no server; uses one that is up."""
+    with usage_errors():
+        settings = recipes.load_recipe(recipe, changes or [])
+        steps = recipes.check_steps(refresh or [])
+        url = server.settle()
+    _log_to_terminal()
+    err.print(f"recipe {recipe} · data {manifests.home()} · {url or 'temporary Prefect server'}", highlight=False)
+    from flows.pipeline import pipeline  # imports Prefect, which reads its settings then
+    from flows.steps import CURRENT, RunRecord
+
+    record = RunRecord(recipe=recipe)
+    CURRENT.set(record)
+    parameters = {name: getattr(settings, name) for name in type(settings).model_fields}
+    cause: BaseException | None = None
+    try:
+        pipeline(**parameters, recipe=recipe, refresh=steps)
+    except Exception as error:  # everything that went wrong in a stage: said in the last line, with exit code 1
+        cause = error
+        if not isinstance(error, ValueError):
+            traceback.print_exc()
+    if not cause:
+        _show_result(record, url)
+    if as_json:
+        print(record.model_dump_json(exclude={"flow_run_id"}), flush=True)
+    if cause:
+        fail(str(cause) or type(cause).__name__, code=1)
+
+
+@app.command()
+def plan(recipe: RecipeName, changes: Changes = None, as_json: Json = False) -> None:
+    """Say which stages are cached and which would run, why, and about how much they would handle. Runs nothing."""
+    with usage_errors():
+        steps = planning.plan(recipes.load_recipe(recipe, changes or []))
+    table = Table("stage", "state", "reason", "fingerprint", "tokens", "bytes", title=f"plan of {recipe}")
+    for step in steps:
+        tokens = "" if step.tokens is None else f"{step.tokens:,}"
+        table.add_row(step.stage, step.state, step.reason, step.fingerprint or "", tokens, _size(step.bytes))
+    out.print(table)
+    if as_json:
+        print(json.dumps({"recipe": recipe, "stages": [step.model_dump() for step in steps]}), flush=True)
+
+
+@app.command("ls")
+def list_artifacts(as_json: Json = False) -> None:
+    """List the artifacts: stage, fingerprint, size, age and what they were made from."""
+    with usage_errors():
+        found = manifests.manifests()
+    table = Table("stage", "fingerprint", "size", "age", "inputs", title=str(manifests.home()))
+    rows = []
+    for manifest in found:
+        age = (datetime.now(UTC) - manifest.created).total_seconds()
+        inputs = ", ".join(f"{name} {value[:20]}" for name, value in manifest.inputs.items())
+        table.add_row(manifest.stage, manifest.key, _size(manifest.nbytes), _age(age), inputs)
+        rows.append(
+            {
+                "stage": manifest.stage,
+                "fingerprint": manifest.key,
+                "bytes": manifest.nbytes,
+                "age_seconds": round(age),
+                "inputs": manifest.inputs,
+                "path": str(manifest.path),
+            }
+        )
+    out.print(table)
+    if as_json:
+        print(json.dumps({"artifacts": rows}), flush=True)
+
+
+@app.command()
+def up(
+    host: Annotated[str, typer.Option(help="Address to listen on. Anything but localhost exposes the UI.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of server and UI.")] = 4200,
+) -> None:
+    """Start a Prefect server and a worker, register every deployment, print the UI's address. Ctrl-C stops them."""
+    with usage_errors():
+        raise typer.Exit(server.up(recipes.prefect_yaml().parent, host=host, port=port))
+
+
+def _log_to_terminal() -> None:
+    """The library's own lines, short; Prefect's only where something is wrong."""
+    import os
+
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
+    handler = RichHandler(console=err, show_path=False, log_time_format="%H:%M:%S", markup=False, highlighter=None)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger = logging.getLogger("dflash")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+
+
+def _show_result(record: "object", url: str | None) -> None:
+    from dflash.decoding.report import terminal_rows
+    from flows.steps import RunRecord
+
+    assert isinstance(record, RunRecord)
+    assert record.report
+    assert record.drafter
+    with open(record.report.removesuffix(".md") + ".json") as file:
+        header, rows = terminal_rows(json.load(file))
+    table = Table(*header, title="acceptance length")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+    steps = ", ".join(f"{step.stage} {step.state} {step.seconds:.1f} s" for step in record.stages)
+    page = (url or "http://127.0.0.1:4200/api").removesuffix("/api") + f"/runs/flow-run/{record.flow_run_id}"
+    for name, text in (
+        ("steps", steps),
+        ("report", record.report),
+        ("drafter", record.drafter),
+        ("run page", page if url else f"{page} (after: dflash up)"),
+    ):
+        print(f"{name:<9}{text}")
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return ""
+    size = float(nbytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}" if size < 100 or unit == "B" else f"{size:.0f} {unit}"
+        size /= 1000
+    return f"{size:,.1f} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def main() -> None:
+    """The console script."""
+    app()

@@ -1,0 +1,122 @@
+"""The pipeline: prompts in, a drafter and its measured acceptance length out."""
+
+import json
+from datetime import date
+
+from prefect import flow, runtime
+from prefect.artifacts import create_markdown_artifact
+from pydantic import BaseModel
+
+from dflash.config import (
+    EvaluationConfig,
+    ExtractionConfig,
+    GenerationConfig,
+    Recipe,
+    Step,
+    TokenizationConfig,
+    TrainingConfig,
+    VerifierConfig,
+)
+from dflash.manifests import Artifact
+from dflash.pinning import PinnedVerifier
+from flows.steps import CURRENT, RunRecord, Steps
+from tasks.evaluation import evaluation as evaluation_task
+from tasks.extraction import extract_shard, plan_extraction, seal_extraction
+from tasks.generation import generation as generation_task
+from tasks.tokenization import tokenization as tokenization_task
+from tasks.training import training as training_task
+from tasks.verifier import pin_verifier
+
+
+def run_name() -> str:
+    """`pipeline · demo · g10 · 2026-11-30`"""
+    given = runtime.flow_run.parameters
+    training = given["training"]
+    gamma = training.gamma if isinstance(training, BaseModel) else training.get("gamma", 10)
+    return f"pipeline · {given['recipe']} · g{gamma:g} · {date.today()}"
+
+
+def hidden_states(
+    steps: Steps,
+    verifier: PinnedVerifier,
+    *,
+    generation: GenerationConfig,
+    tokenization: TokenizationConfig,
+    extraction: ExtractionConfig,
+    names: tuple[Step, Step, Step],
+) -> Artifact:
+    """Prompts to hidden states: the same three stages for the training prompts and for the evaluation set."""
+    generate, tokenize, extract = names
+    conversations = steps.run(generate, generation_task, generation, verifier)
+    corpus = steps.run(tokenize, tokenization_task, tokenization, conversations, verifier)
+    plans = plan_extraction(extraction, corpus, verifier, step=extract)
+    shards = steps.run_all(extract, extract_shard, [(plan, extraction, corpus, verifier) for plan in plans])
+    return steps.run(extract, seal_extraction, extraction, corpus, verifier, shards)
+
+
+@flow(name="pipeline", flow_run_name=run_name)
+def pipeline(
+    verifier: VerifierConfig,
+    generation: GenerationConfig,
+    training: TrainingConfig,
+    evaluation: EvaluationConfig,
+    tokenization: TokenizationConfig = TokenizationConfig(),  # noqa: B008 - frozen
+    extraction: ExtractionConfig = ExtractionConfig(),  # noqa: B008 - frozen
+    recipe: str = "custom",
+    refresh: list[Step] = [],  # noqa: B006 - Prefect reads the default, nobody changes it
+) -> RunRecord:
+    """From prompts to a drafter and its acceptance length. Every stage is cached; a rerun does only what is missing.
+
+    Args:
+        verifier: The large frozen model that the drafter is for.
+        generation: How the verifier answers the training prompts.
+        training: The drafter and how it is trained.
+        evaluation: The evaluation prompts and the tree budgets.
+        tokenization: Rows, split and length buckets.
+        extraction: Which hidden states are stored, and how.
+        recipe: A name for people; it appears in the run's name.
+        refresh: Stages to run again although their results exist.
+    """
+    settings = Recipe(
+        verifier=verifier,
+        generation=generation,
+        tokenization=tokenization,
+        extraction=extraction,
+        training=training,
+        evaluation=evaluation,
+    )
+    record = CURRENT.get() or RunRecord(recipe=recipe)
+    record.flow_run_id = runtime.flow_run.id
+    steps = Steps(record, refresh=refresh)
+
+    pinned = pin_verifier(settings)
+    training_states = hidden_states(
+        steps,
+        pinned,
+        generation=generation,
+        tokenization=tokenization,
+        extraction=extraction,
+        names=("generation", "tokenization", "extraction"),
+    )
+    evaluation_states = hidden_states(
+        steps,
+        pinned,
+        generation=settings.evaluation_generation(),
+        tokenization=settings.evaluation_tokenization(),
+        extraction=extraction,
+        names=("evaluation-generation", "evaluation-tokenization", "evaluation-extraction"),
+    )
+    drafter = steps.run("training", training_task, training, training_states)
+    report = steps.run("evaluation", evaluation_task, evaluation, drafter, evaluation_states, pinned)
+
+    record.report = str(report.path / "report.md")
+    record.drafter = str(drafter.path)
+    record.acceptance_length = json.loads((report.path / "report.json").read_text())["acceptance_length"]
+    stages = "\n".join(f"| {s.stage} | {s.state} | {s.seconds:.1f} s | `{s.fingerprint}` |" for s in record.stages)
+    create_markdown_artifact(
+        f"{(report.path / 'report.md').read_text()}\n\n## Steps\n\n| step | state | time | key |\n|---|---|--:|---|\n{stages}"
+        f"\n\nDrafter: `{record.drafter}`\n",
+        key="pipeline-result",
+        description="Acceptance length, and which steps ran",
+    )
+    return record

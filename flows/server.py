@@ -1,0 +1,151 @@
+"""The Prefect server a run talks to: the one `dflash up` started, else a temporary one for this process.
+
+Both keep their database under the data root, so that a run made without a server is in the UI later. Importing this
+module does not import Prefect: `settle` must set the environment first.
+"""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from dflash.manifests import home, write_atomically
+
+log = logging.getLogger("dflash.flows")
+POOL = "local"
+START_SECONDS = 180
+DRAIN_SECONDS = 90
+
+
+def settings() -> dict[str, str]:
+    """Environment of every Prefect process of this project; what the user has set wins."""
+    defaults = {
+        "PREFECT_HOME": str(home() / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(START_SECONDS),
+        # one row per transaction is the default, and it keeps SQLite busy for half a minute after a run
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
+        "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+
+
+def _address_file() -> Path:
+    return home() / "server.json"
+
+
+def running() -> str | None:
+    """API address of a server that answers: PREFECT_API_URL, else the one that `dflash up` noted."""
+    url = os.environ.get("PREFECT_API_URL")
+    if not url and _address_file().exists():
+        url = json.loads(_address_file().read_text())["api_url"]
+    return url if url and _answers(url) else None
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=3) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def settle() -> str | None:
+    """Point this process at a running server, or at a temporary one (None). Call before importing Prefect."""
+    os.environ.update(settings())
+    asked, url = os.environ.get("PREFECT_API_URL"), running()
+    if asked and not url:
+        raise ValueError(f"PREFECT_API_URL={asked}: no server answers there; start it, or unset the variable")
+    if url:
+        os.environ["PREFECT_API_URL"] = url
+    return url
+
+
+def up(project: Path, *, host: str, port: int) -> int:
+    """Server, work pool, deployments and worker in the foreground, until Ctrl-C or SIGTERM. Returns the exit code."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another") from None
+    api_url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/api"
+    environment = {**os.environ, **settings(), "PREFECT_API_URL": api_url, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    (home() / "prefect").mkdir(parents=True, exist_ok=True)
+
+    def prefect(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "prefect", *arguments]
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        # in a session of its own: Ctrl-C reaches only this process, which then stops the others in order
+        return subprocess.Popen(prefect(*arguments), env=environment, cwd=project, start_new_session=True)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    server = start("server", "start", "--host", host, "--port", str(port))
+    worker = None
+    try:
+        _wait(api_url, server)
+        for arguments in (
+            ("work-pool", "create", POOL, "--type", "process", "--overwrite"),
+            ("--no-prompt", "deploy", "--all"),
+        ):
+            subprocess.run(prefect(*arguments), env=environment, cwd=project, check=True, stdout=subprocess.DEVNULL)
+        worker = start("worker", "start", "--pool", POOL, "--type", "process")
+        write_atomically(_address_file(), json.dumps({"api_url": api_url, "pid": os.getpid()}))
+        print(f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  Ctrl-C stops it\n", flush=True)
+        while server.poll() is None and worker.poll() is None:
+            time.sleep(1)
+        name, code = ("server", server.returncode) if server.poll() is not None else ("worker", worker.returncode)
+        print(f"error: the {name} ended by itself with exit code {code}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopping; running stages save their work first …", flush=True)
+        return 0
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _address_file().unlink(missing_ok=True)
+        if worker and worker.poll() is None:
+            if server.poll() is None:
+                subprocess.run([sys.executable, "-m", "flows.drain", POOL, str(DRAIN_SECONDS)], env=environment)
+            _end(worker)
+        _end(server)
+
+
+def _wait(api_url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not _answers(api_url):
+        if server.poll() is not None:
+            raise ValueError(f"the server ended with exit code {server.returncode}; its message is above")
+        if time.monotonic() > deadline:
+            raise ValueError(f"the server did not answer within {START_SECONDS} s")
+        time.sleep(0.3)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for attempt in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, attempt)
+        try:
+            process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            log.warning("process %d does not end; asking again", process.pid)

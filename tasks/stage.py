@@ -1,0 +1,101 @@
+"""What all stage tasks have in common: the decorator, and finding or making the artifact."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import CachePolicy
+from prefect.client.schemas.objects import State, TaskRun
+from prefect.context import TaskRunContext
+from prefect.tasks import Task, exponential_backoff
+
+from dflash.manifests import Artifact, Damaged, Key, Progress, find, home
+from tasks.caching import CheckedJSON, locked
+from tasks.progress import reporter
+
+log = logging.getLogger("dflash.tasks")
+RETRIES = 2
+BACKOFF_SECONDS = 5
+
+
+def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
+    """Bad input stays bad: only other failures (memory, disk, network, a killed process) are tried again."""
+    del task, task_run
+    try:
+        state.result()
+    except ValueError:
+        return False
+    except Exception as error:
+        log.warning("%s: %s; trying again", type(error).__name__, error)
+    return True
+
+
+def stage(
+    key_of: Callable[..., Key], *, name: str, hours: float, run_name: str = "{step}", **options: Any
+) -> Callable[[Callable[..., Artifact]], Task[..., Artifact]]:
+    """Make a stage's task: cached by `key_of`, locked, retried with back-off and jitter, bounded in time."""
+    policy: CachePolicy = locked(key_of)
+
+    def decorate(function: Callable[..., Artifact]) -> Task[..., Artifact]:
+        return task(
+            name=name,
+            task_run_name=run_name,
+            tags=[name],
+            cache_policy=policy,
+            persist_result=True,
+            result_storage=home() / "records",
+            result_serializer=CheckedJSON(),
+            cache_result_in_memory=False,
+            retries=RETRIES,
+            retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_SECONDS),
+            retry_jitter_factor=0.5,
+            retry_condition_fn=worth_retrying,
+            timeout_seconds=hours * 3600,
+            **options,
+        )(function)
+
+    return decorate
+
+
+def refreshing() -> bool:
+    """Whether this task was asked to run although its artifact exists."""
+    context = TaskRunContext.get()
+    return bool(context and context.task.refresh_cache)
+
+
+def find_or_make(step: str, key: Key, make: Callable[[Progress], Artifact], *, location: str = "") -> Artifact:
+    """The artifact of the key: from disk if it is there and whole (a lost record costs nothing), else made now."""
+    if not refreshing():
+        try:
+            found = find(key, location=location)
+        except Damaged as damage:
+            log.warning("%s: %s", step, damage)
+            found = None
+        if found:
+            log.info("%s: %s was already there", step, found.key)
+            return found
+    with reporter(step) as progress:
+        artifact = make(progress)
+    log.info("%s: made %s", step, artifact.key)
+    return artifact
+
+
+def show(step: str, artifact: Artifact, markdown: str = "") -> None:
+    """A markdown artifact on the run's page: the given text, else the artifact's summary as a table."""
+    rows = [("key", f"`{artifact.key}`"), ("folder", f"`{artifact.location}`"), *artifact.summary.items()]
+    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows)
+    create_markdown_artifact(
+        markdown or f"| {step} | |\n|---|---|\n{table}", key=step, description=f"{step}: what came out"
+    )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return "<br>".join(f"{name}: {_cell(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(_cell(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
