@@ -1,7 +1,7 @@
 import torch
-from tests.drafter.small import features, make_drafter, make_ends
 
 from dflash.drafter.model import Ends
+from tests.drafter.small import features, make_drafter, make_ends
 
 
 def test_a_block_sees_no_feature_at_or_after_its_anchor_and_every_one_before_it():
