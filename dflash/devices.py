@@ -11,5 +11,7 @@ def resolve_device(name: str) -> torch.device:
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()) or (kind == "cpu" and index):
         raise ValueError(f"device: {name!r} is unknown; give auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: {name!r} asked for, but {torch.cuda.device_count()} GPUs are visible; give auto or cpu")
+        raise ValueError(
+            f"device: {name!r} asked for, but {torch.cuda.device_count()} GPUs are visible; give auto or cpu"
+        )
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", int(index or 0))

