@@ -21,7 +21,7 @@ from dflash.drafter.model import Context, Drafter, Ends
 if TYPE_CHECKING:
     from dflash.hidden.store import RowStates
 
-ANCHORS_PER_PASS = 256
+ANCHORS_PER_PASS = 128
 LOGITS_PER_PASS = 2**26  # 256 MB of float32
 
 
