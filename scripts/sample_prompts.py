@@ -20,7 +20,8 @@ SHORT = 400  # characters of the longest Spec-Bench prompt: the demo runs on two
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
 
 
 def write(path: Path, prompts: list[tuple[str, str]]) -> None:

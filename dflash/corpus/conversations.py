@@ -101,7 +101,7 @@ def read_prompts(paths: Sequence[Path], *, limit: int) -> list[Prompt]:
                 source = f"{path}:{number}"
                 try:
                     prompt = _parse(line, category=path.stem, source=source)
-                except UnicodeError as error:  # bytes that are no UTF-8, or half of a surrogate pair escaped in JSON
+                except (UnicodeDecodeError, UnicodeEncodeError) as error:  # no UTF-8, or half of a surrogate pair
                     raise ValueError(f"{source}: no valid text ({error.reason}); save the file as UTF-8") from None
                 except ValueError as error:
                     raise ValueError(f"{source}: {error}") from None
