@@ -1,0 +1,108 @@
+"""A published extraction artifact of a verifier that never was: rows whose next tokens can be learnt from features."""
+
+import json
+from pathlib import Path
+
+import polars as pl
+import torch
+from safetensors.torch import save_file
+
+from dflash.config import TrainingConfig
+from dflash.hidden.store import Row, RowStates, write_shard
+from dflash.manifests import Artifact, Key, publish
+
+VOCAB, HIDDEN, TAPS, MASK = 61, 24, 2, 60
+VERIFIER = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 40,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+
+
+def make_row(length: int, *, prompt: int, generator: torch.Generator) -> RowStates:
+    """Each token follows from the one before it; the features of a token are its own."""
+    tokens = [int(torch.randint(VOCAB - 1, (1,), generator=generator))]
+    while len(tokens) < length + 1:
+        tokens.append((tokens[-1] * 7 + 3) % (VOCAB - 1))
+    ids = torch.tensor(tokens)
+    table = torch.randn(VOCAB, TAPS * HIDDEN, generator=torch.Generator().manual_seed(5))
+    return RowStates(table[ids[:-1]], ids[:-1], torch.arange(length) >= prompt, ids[1:])
+
+
+def make_states(
+    lengths: list[int], *, prompt: int = 4, validation: int = 1, seed: int = 0, rows: list[RowStates] | None = None
+) -> Artifact:
+    """One shard; the last `validation` rows are held out, buckets are by length (above 30 or not)."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = rows or [make_row(length, prompt=prompt, generator=generator) for length in lengths]
+    key = Key(stage="extraction", recipe=1, config={}, inputs={"lengths": str(lengths), "seed": str(seed)})
+    shard = Key(stage="extraction", recipe=1, config={"shard": 0}, inputs={"extraction": str(key)})
+    with publish(shard, summary={}, location=f"{key.location}/shards/0000") as (folder, _):
+        write_shard(
+            folder,
+            rows,
+            ids=[f"row{i}" for i in range(len(rows))],
+            lengths=lengths,
+            num_taps=TAPS,
+            hidden_size=HIDDEN,
+            storage_dtype="float32",
+            attributes={},
+        )
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    index = [
+        Row(
+            id=f"row{i}",
+            category="maths",
+            split="train" if i < len(rows) - validation else "validation",
+            bucket=int(length > 30),
+            length=length,
+            num_supervised=int(row.loss_mask_T.sum()),
+            shard=0,
+            start=starts[i],
+        )._asdict()
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True))
+    ]
+    frozen_generator = torch.Generator().manual_seed(9)
+    frozen = {
+        name: torch.randn(VOCAB, HIDDEN, generator=frozen_generator) for name in ("embed_tokens.weight", "lm_head.weight")
+    }
+    with publish(key, summary={}) as (folder, result):
+        _write(folder, "states.json", {"target_layer_ids": [1, 3], "storage_dtype": "float32"})
+        _write(folder, "verifier_config.json", VERIFIER)
+        save_file(frozen, folder / "verifier.safetensors")
+        pl.DataFrame(index).write_parquet(folder / "index.parquet")
+    return result()
+
+
+def _write(folder: Path, name: str, content: dict) -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+def make_config(**changes: object) -> TrainingConfig:
+    settings: dict = {
+        "mask_token_id": MASK,
+        "block_size": 5,
+        "num_layers": 1,
+        "num_anchors": 6,
+        "learning_rate": 3e-3,
+        "epochs": 3,
+        "max_tokens_per_batch": 80,
+        "dtype": "float32",
+        "validation_budget": 4,
+        "validate_every": 8,
+        "save_every": 3,
+        "log_every": 2,
+        "device": "cpu",
+        "tracking": "disabled",
+    }
+    return TrainingConfig(**settings | changes)
+
+
+LENGTHS = [20, 24, 28, 36, 40, 22, 26, 38, 34, 30, 25, 33]
