@@ -59,6 +59,7 @@ def interleave(counts: Sequence[int]) -> list[int]:
     Every bucket has a stride N / counts[i], and its j-th visit (from 0) is due between j and j + 1 strides, borders
     rounded outwards: among those that may come, the earliest deadline first (the windows of Pfair scheduling, Baruah
     et al. 1996). A bucket of more than half of all visits is laid out first instead, as equal runs between the others.
+    That runs and windows never conflict was checked for all counts up to 24 visits in 8 buckets; it is not proven.
     """
     total, largest = sum(counts), max(counts, default=0)
     others = total - largest
@@ -73,8 +74,7 @@ def interleave(counts: Sequence[int]) -> list[int]:
             for i, count in enumerate(counts)
             if i not in (major, previous) and visits[i] < count and visits[i] * total <= n * count
         ]
-        # at equal deadlines the larger bucket: it has less room to wait
-        chosen = min(allowed, key=lambda i: ((visits[i] + 1) * total / counts[i], -counts[i]))
+        chosen = min(allowed, key=lambda i: (visits[i] + 1) * total / counts[i])
         order[n - 1] = chosen
         visits[chosen] += 1
     return order
