@@ -6,9 +6,9 @@ it is no part of an artifact's key.
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
 
-PRACTICAL = {"identity": False}
+PRACTICAL: dict[str, JsonValue] = {"identity": False}
 
 Stage = Literal["generation", "tokenization", "extraction", "training", "evaluation"]
 Step = Literal[
@@ -170,9 +170,7 @@ class TrainingConfig(Config):
         200, title="Save every", gt=0, description="Steps between checkpoints.", json_schema_extra=PRACTICAL
     )
     log_every: int = Field(10, title="Log every", gt=0, description="Steps between rows.", json_schema_extra=PRACTICAL)
-    device: str = Field(
-        "auto", title="Device", description="auto, cpu, cuda or cuda:N.", json_schema_extra=PRACTICAL
-    )
+    device: str = Field("auto", title="Device", description="auto, cpu, cuda or cuda:N.", json_schema_extra=PRACTICAL)
     tracking: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto",
         title="W&B",

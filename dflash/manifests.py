@@ -38,7 +38,7 @@ def silent(done: float, total: float, note: str = "") -> None:
 
 
 class FileRecord(BaseModel):
-    """One file of an artifact: bytes, content hash, and the time stamp that spares hashing it again (never identity)."""
+    """One file of an artifact: bytes, content hash, and the time stamp that spares hashing it again."""
 
     model_config = ConfigDict(frozen=True)
     size: int
@@ -49,7 +49,7 @@ class FileRecord(BaseModel):
 class Artifact(BaseModel):
     """The small record that travels between stages; the bytes stay on disk.
 
-    `key` is fingerprint of all inputs and the folder's name. `identity` is what stages downstream build their keys from:
+    `key` is the fingerprint of all inputs and the folder's name. `identity` is what stages downstream build their keys from:
     the content's hash where bytes are deterministic, else the key.
     """
 

@@ -28,11 +28,17 @@ class PlannedStep(BaseModel):
     bytes: int | None = None
 
 
-def plan(recipe: Recipe) -> list[PlannedStep]:
-    """The steps of a run of this recipe, in order. Raises ValueError where the recipe cannot work."""
+def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
+    """The pinned verifier and its tap layers; raises ValueError for what would otherwise fail after expensive work."""
+    keys.prompt_files([*recipe.generation.prompts, *recipe.evaluation.prompts])
     verifier = pin(recipe.verifier)
     check_mask_token(recipe.training, verifier)
-    taps = tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
+    return verifier, tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
+
+
+def plan(recipe: Recipe) -> list[PlannedStep]:
+    """The steps of a run of this recipe, in order. Raises ValueError where the recipe cannot work."""
+    verifier, taps = preflight(recipe)
     known = manifests()
     steps: list[PlannedStep] = []
 
@@ -114,9 +120,7 @@ def _step(
     """Append the step; return its artifact, or what it would be called where that is known already (`stable`)."""
     if waits_for:
         steps.append(
-            PlannedStep(
-                stage=stage, state="would run", reason=f"{waits_for} comes first", tokens=tokens, bytes=nbytes
-            )
+            PlannedStep(stage=stage, state="would run", reason=f"{waits_for} comes first", tokens=tokens, bytes=nbytes)
         )
         return None
     key = key_of()

@@ -62,6 +62,7 @@ def run(
     with usage_errors():
         settings = recipes.load_recipe(recipe, changes or [])
         steps = recipes.check_steps(refresh or [])
+        planning.preflight(settings)
         url = server.settle()
     _log_to_terminal()
     err.print(f"recipe {recipe} · data {manifests.home()} · {url or 'temporary Prefect server'}", highlight=False)
@@ -128,7 +129,9 @@ def list_artifacts(as_json: Json = False) -> None:
 
 @app.command()
 def up(
-    host: Annotated[str, typer.Option(help="Address to listen on. Anything but localhost exposes the UI.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Anything but localhost exposes the UI.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of server and UI.")] = 4200,
 ) -> None:
     """Start a Prefect server and a worker, register every deployment, print the UI's address. Ctrl-C stops them."""
@@ -195,3 +198,7 @@ def _age(seconds: float) -> str:
 def main() -> None:
     """The console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Cancel the active runs of a work pool and wait for them: a process worker that is just stopped leaves them "Running".
 
-    python -m flows.drain POOL SECONDS
+python -m flows.drain POOL SECONDS
 """
 
 import sys
@@ -23,8 +23,7 @@ def drain(pool: str, *, seconds: float) -> int:
         def active() -> list[tuple[str, object]]:
             states = FlowRunFilter.model_validate({"state": {"type": {"any_": [s.value for s in ACTIVE]}}})
             return [
-                (run.name, run.id)
-                for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=in_pool)
+                (run.name, run.id) for run in client.read_flow_runs(flow_run_filter=states, work_pool_filter=in_pool)
             ]
 
         for name, run_id in active():

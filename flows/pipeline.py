@@ -5,7 +5,6 @@ from datetime import date
 
 from prefect import flow, runtime
 from prefect.artifacts import create_markdown_artifact
-from pydantic import BaseModel
 
 from dflash.config import (
     EvaluationConfig,
@@ -31,8 +30,7 @@ from tasks.verifier import pin_verifier
 def run_name() -> str:
     """`pipeline · demo · g10 · 2026-11-30`"""
     given = runtime.flow_run.parameters
-    training = given["training"]
-    gamma = training.gamma if isinstance(training, BaseModel) else training.get("gamma", 10)
+    gamma = TrainingConfig.model_validate(given["training"]).gamma
     return f"pipeline · {given['recipe']} · g{gamma:g} · {date.today()}"
 
 
@@ -114,8 +112,9 @@ def pipeline(
     record.acceptance_length = json.loads((report.path / "report.json").read_text())["acceptance_length"]
     stages = "\n".join(f"| {s.stage} | {s.state} | {s.seconds:.1f} s | `{s.fingerprint}` |" for s in record.stages)
     create_markdown_artifact(
-        f"{(report.path / 'report.md').read_text()}\n\n## Steps\n\n| step | state | time | key |\n|---|---|--:|---|\n{stages}"
-        f"\n\nDrafter: `{record.drafter}`\n",
+        f"{(report.path / 'report.md').read_text()}\n\n"
+        f"## Steps\n\n| step | state | time | key |\n|---|---|--:|---|\n{stages}\n\n"
+        f"Drafter: `{record.drafter}`\n",
         key="pipeline-result",
         description="Acceptance length, and which steps ran",
     )

@@ -35,7 +35,7 @@ def deployments(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
-    """A recipe of prefect.yaml with `section.key=value` changes; raises ValueError with the place and what is allowed."""
+    """A recipe of prefect.yaml with `section.key=value` changes; raises ValueError with place and allowed values."""
     path = prefect_yaml()
     recipes = deployments(path)
     parameters = recipes.get(name.removeprefix("pipeline/"))

@@ -107,10 +107,14 @@ def up(project: Path, *, host: str, port: int) -> int:
             ("work-pool", "create", POOL, "--type", "process", "--overwrite"),
             ("--no-prompt", "deploy", "--all"),
         ):
-            subprocess.run(prefect(*arguments), env=environment, cwd=project, check=True, stdout=subprocess.DEVNULL)
+            done = subprocess.run(prefect(*arguments), env=environment, cwd=project, capture_output=True, text=True)
+            if done.returncode:
+                raise ValueError(f"prefect {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
         worker = start("worker", "start", "--pool", POOL, "--type", "process")
         write_atomically(_address_file(), json.dumps({"api_url": api_url, "pid": os.getpid()}))
-        print(f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  Ctrl-C stops it\n", flush=True)
+        print(
+            f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  Ctrl-C stops it\n", flush=True
+        )
         while server.poll() is None and worker.poll() is None:
             time.sleep(1)
         name, code = ("server", server.returncode) if server.poll() is not None else ("worker", worker.returncode)

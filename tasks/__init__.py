@@ -1,1 +1,4 @@
-"""One thin Prefect task per stage: cache key, lock, retries, timeout, progress, UI artifact. No numbers are computed here."""
+"""One thin Prefect task per stage: cache key, lock, retries, timeout, progress, UI artifact.
+
+No numbers are computed here.
+"""

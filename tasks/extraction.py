@@ -16,7 +16,10 @@ def shard_key(plan: ShardPlan) -> Key:
 
 @task(name="extraction-plan", task_run_name="{step} · plan", persist_result=False)
 def plan_extraction(
-    config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier, step: Step = "extraction"
+    config: ExtractionConfig,
+    corpus: Artifact,
+    verifier: PinnedVerifier,
+    step: Step = "extraction",  # noqa: ARG001 - for the run's name
 ) -> list[ShardPlan]:
     """Which rows go into which shard; refuses when the missing shards do not fit on the disk."""
     plans = plan_shards(config, corpus, verifier)

@@ -1,10 +1,11 @@
-"""Progress of a step where people look: a bar on a terminal, a progress artifact in the UI, a line now and then in a log."""
+"""Progress of a step where people look: a bar on a terminal, a progress artifact in the UI, now and then a log line."""
 
 import logging
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from uuid import UUID
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from rich.console import Console
@@ -21,6 +22,7 @@ LOG_SECONDS = 15.0
 def reporter(step: str) -> Iterator[manifests.Progress]:
     """A progress callback for the library, throttled: cheap to call for every batch."""
     artifact = create_progress_artifact(progress=0.0, key=f"progress-{step}", description=f"{step}: starting")
+    assert isinstance(artifact, UUID)  # not a coroutine: stages are synchronous
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
     bar = Progress(

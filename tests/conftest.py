@@ -1,0 +1,61 @@
+"""Every test run has a data root of its own, no W&B, and (where a test asks) one real Prefect server."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# before anything imports Prefect or asks for the data root
+_ROOT = tempfile.mkdtemp(prefix="dflash-tests-")
+os.environ["DFLASH_HOME"] = _ROOT
+os.environ["WANDB_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"
+for name in ("PREFECT_API_URL", "PREFECT_HOME", "PREFECT_PROFILE"):
+    os.environ.pop(name, None)
+
+from flows import server
+
+os.environ.update(server.settings())
+os.environ["PREFECT_LOGGING_LEVEL"] = "ERROR"
+os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty data root for tests of the library; tests of flows share the session's."""
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[str]:
+    """A real server for the session; this process and its children talk to it."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/api"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"],
+        env={**os.environ, "PREFECT_API_URL": url},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        server._wait(url, process)
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        os.environ["PREFECT_API_URL"] = url
+        with temporary_settings({PREFECT_API_URL: url}):
+            yield url
+    finally:
+        os.environ.pop("PREFECT_API_URL", None)
+        server._end(process)

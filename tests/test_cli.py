@@ -1,0 +1,108 @@
+"""The command line: recipes validate, and what cannot work is said in one line with exit code 2."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dflash.config import Recipe
+from flows import recipes
+
+RECIPES = recipes.deployments(recipes.prefect_yaml())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_validates(name: str) -> None:
+    recipe = recipes.load_recipe(name)
+    assert RECIPES[name]["recipe"] == name
+    assert recipe.training.block_size == 16
+    assert recipe.tokenization.num_buckets == 6
+
+
+def test_the_production_recipes_are_the_published_configuration() -> None:
+    for name, mask, length in (("qwen3-8b-ddtree", 151669, 3072), ("qwen3.6-27b-ddtree", 248070, 8192)):
+        recipe = recipes.load_recipe(name)
+        t = recipe.training
+        assert (t.mask_token_id, recipe.tokenization.max_length) == (mask, length)
+        assert (t.block_size, t.num_anchors, t.num_layers, t.gamma) == (16, 512, 5, 10)
+        assert (t.optimizer, t.beta1, t.beta2, t.learning_rate) == ("adamw", 0.9, 0.95, 6e-4)
+        assert (t.warmup_share, t.clip_norm, t.noise_std, t.epochs) == (0.04, 1.0, 0.05, 6)
+        assert t.slot_weights == "decay"
+
+
+def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
+    recipe = recipes.load_recipe(
+        "demo", ["training.gamma=7", "evaluation.budgets=[8, 32]", "training.learning_rate=6e-4"]
+    )
+    assert recipe.training.gamma == 7
+    assert recipe.evaluation.budgets == [8, 32]
+    assert recipe.training.learning_rate == 6e-4
+    assert recipes.load_recipe("pipeline/demo") == recipes.load_recipe("demo")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["run", "demmo"], ["demmo", "demo", "smollm2", "qwen3-8b-ddtree"]),
+        (["plan", "demmo"], ["demmo", "demo"]),
+        (["run", "demo", "--set", "training.gama=7"], ["training.gama", "gamma", "num_anchors"]),
+        (["run", "demo", "--set", "trainig.gamma=7"], ["trainig", "training", "evaluation"]),
+        (["run", "demo", "--set", "training.gamma"], ["training.gamma", "section.key=value"]),
+        (["run", "demo", "--set", "training.gamma=-1"], ["training.gamma", "greater than 0"]),
+        (["run", "demo", "--set", "training.optimizer=sgd"], ["training.optimizer", "adamw", "muon"]),
+        (["run", "demo", "--set", "training.block_size=1"], ["training.block_size", "greater than or equal to 2"]),
+        (["run", "demo", "--set", "evaluation.budgets=[64, 16]"], ["evaluation.budgets", "ascending"]),
+        (["run", "demo", "--set", "tokenization.max_length=16"], ["tokenization.max_length", "block"]),
+        (["run", "demo", "--refresh", "trainin"], ["trainin", "training", "evaluation-extraction"]),
+        (["plan", "demo", "--set", "verifier.model=nowhere"], ["verifier.model", "nowhere"]),
+        (["plan", "demo", "--set", "verifier.model=bundled:nothing"], ["bundled:nothing", "bundled:demo-verifier"]),
+        (["plan", "demo", "--set", "generation.prompts=[nothing.jsonl]"], ["nothing.jsonl", "prompt file"]),
+        (["plan", "demo", "--set", "training.mask_token_id=999999"], ["training.mask_token_id", "999999", "2048"]),
+        (["plan", "demo", "--set", "training.mask_token_id=2"], ["training.mask_token_id", "eos"]),
+        (["plan", "demo", "--set", "training.mask_token_id=0"], ["training.mask_token_id", "pad"]),
+        (["plan", "demo", "--set", "extraction.target_layer_ids=[1, 5]"], ["extraction.target_layer_ids", "0..4"]),
+        (["plan", "demo", "--set", "extraction.num_taps=5"], ["extraction.num_taps", "at most 3"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value[0], str) and len(value) < 6 else "",
+)
+def test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(arguments: list[str], parts: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    for part in parts:
+        assert part in lines[0]
+
+
+def test_plan_of_a_fresh_root_says_what_would_run_and_why(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "plan", "demo", "--json"], capture_output=True, text=True, check=True
+    )
+    plan = json.loads(done.stdout.splitlines()[-1])
+    assert plan["recipe"] == "demo"
+    assert [step["stage"] for step in plan["stages"]] == [
+        "generation", "tokenization", "extraction",
+        "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
+        "training", "evaluation",
+    ]  # fmt: skip
+    assert {step["state"] for step in plan["stages"]} == {"would run"}
+    assert plan["stages"][0]["reason"] == "never made"
+    assert plan["stages"][1]["reason"] == "generation comes first"
+    assert all(step["tokens"] > 0 for step in plan["stages"])
+
+
+def test_ls_of_a_fresh_root_is_empty(home: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "ls", "--json"], capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == {"artifacts": []}
+
+
+def test_defaults_of_the_method() -> None:
+    training = Recipe.model_fields["training"].annotation.model_fields  # type: ignore[union-attr]
+    assert {name: training[name].default for name in ("block_size", "num_layers", "num_anchors", "gamma", "beta2")} == {
+        "block_size": 16, "num_layers": 5, "num_anchors": 512, "gamma": 10.0, "beta2": 0.95,
+    }  # fmt: skip

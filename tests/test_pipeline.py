@@ -1,0 +1,216 @@
+"""The pipeline on a real server with the bundled verifier: what is cached, what runs again, what survives."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflash import keys
+from dflash.bundled import resolve
+from dflash.manifests import load_manifest
+from flows.pipeline import pipeline
+from flows.recipes import load_recipe
+from flows.steps import CURRENT, RunRecord
+
+ALL = [
+    "generation", "tokenization", "extraction",
+    "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
+    "training", "evaluation",
+]  # fmt: skip
+pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.xdist_group("flows")]
+
+
+class Runs:
+    """Runs of one small recipe, whose training prompts are a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.prompts = folder / "prompts.jsonl"
+        lines = resolve("bundled:gsm8k-train").read_text().splitlines()
+        self.prompts.write_text("\n".join(lines[:12]) + "\n")
+
+    def __call__(self, *changes: str, refresh: tuple[str, ...] = ()) -> RunRecord:
+        settings = (
+            f"generation.prompts=['{self.prompts}']", "generation.max_new_tokens=24", "evaluation.max_new_tokens=24",
+            "evaluation.max_prompts=4", "evaluation.live_prompts=1", "extraction.shard_tokens=800",
+            "tokenization.validation_share=0.2", "training.num_layers=1", "training.max_steps=4",
+            "training.tracking=disabled",
+        )  # fmt: skip
+        recipe = load_recipe("demo", [*settings, *changes])
+        self.record = RunRecord(recipe="demo")
+        token = CURRENT.set(self.record)
+        try:
+            pipeline(
+                **{name: getattr(recipe, name) for name in type(recipe).model_fields},
+                recipe="demo",
+                refresh=list(refresh),
+            )
+        finally:
+            CURRENT.reset(token)
+        return self.record
+
+    def ran(self, *changes: str, refresh: tuple[str, ...] = ()) -> list[str]:
+        self(*changes, refresh=refresh)
+        return self.states("ran")
+
+    def states(self, state: str) -> list[str]:
+        return [step.stage for step in self.record.stages if step.state == state]
+
+    def folder(self, stage: str) -> Path:
+        from dflash.manifests import home
+
+        key = next(step.fingerprint for step in self.record.stages if step.stage == stage)
+        return home() / "artifacts" / stage / str(key)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("pipeline"))
+    assert runs.ran() == ALL
+    return runs
+
+
+def test_the_report_and_the_drafter_are_there(runs: Runs) -> None:
+    runs()
+    record = runs.record
+    assert runs.states("cached") == ALL
+    assert record.report
+    assert record.drafter
+    assert "chain" in Path(record.report).read_text()
+    assert (Path(record.drafter) / "model.safetensors").exists()
+    lengths = record.acceptance_length
+    assert set(lengths) == {"chain", "tree16", "tree64"}
+    assert 1 <= lengths["chain"] <= lengths["tree16"] <= lengths["tree64"] <= 16  # type: ignore[operator]
+    report = json.loads((Path(record.report).parent / "report.json").read_text())
+    assert report["live"]["text_equal"]
+    assert report["live"]["rounds_equal"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("training.gamma=7", ["training", "evaluation"]),
+        ("evaluation.budgets=[8, 16]", ["evaluation"]),
+        ("extraction.batch_tokens=4096", []),
+        ("training.save_every=2", []),
+        ("evaluation.max_new_tokens=20", [*ALL[3:6], "evaluation"]),
+    ],
+)
+def test_a_changed_setting_reruns_what_depends_on_it(runs: Runs, change: str, expected: list[str]) -> None:
+    assert runs.ran(change) == expected
+    assert runs.ran(change) == []
+    assert runs.ran() == []
+
+
+def test_a_changed_prompt_reruns_everything_downstream_of_it(runs: Runs) -> None:
+    before = runs.prompts.read_text()
+    runs.prompts.write_text(before.replace("How", "Tell me how", 1))
+    try:
+        assert runs.ran() == [*ALL[:3], "training", "evaluation"]
+    finally:
+        runs.prompts.write_text(before)
+    assert runs.ran() == []
+
+
+@pytest.mark.parametrize(
+    ("stage", "expected"),
+    [
+        ("extraction", ["extraction", "evaluation-extraction", "training", "evaluation"]),
+        ("training", ["training", "evaluation"]),
+    ],
+)
+def test_a_bumped_recipe_number_reruns_the_stage_and_what_follows(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, stage: str, expected: list[str]
+) -> None:
+    monkeypatch.setitem(keys.RECIPES, stage, 1000)
+    assert runs.ran() == expected
+
+
+def test_a_rebuilt_but_equal_corpus_reruns_nothing_else(runs: Runs) -> None:
+    runs()
+    shutil.rmtree(runs.folder("tokenization"))
+    assert runs.ran() == ["tokenization"] or runs.states("ran") == ["tokenization"]
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda shard: shutil.rmtree(shard),
+        lambda shard: flip_a_byte(largest_file(shard)),
+        lambda shard: largest_file(shard).write_bytes(largest_file(shard).read_bytes()[:-7]),
+        lambda shard: (shard / "manifest.json").unlink(),
+    ],
+    ids=["deleted", "flipped byte", "truncated", "no manifest"],
+)
+def test_a_damaged_shard_is_redone_alone(runs: Runs, damage: Callable[[Path], Any]) -> None:
+    runs()
+    shards = sorted((runs.folder("extraction") / "shards").iterdir())
+    assert len(shards) >= 3
+    before = [load_manifest(shard).created for shard in shards]
+    damage(shards[1])
+    assert runs.ran() == ["extraction"]
+    after = [load_manifest(shard).created for shard in shards]
+    assert [old != new for old, new in zip(before, after, strict=True)] == [n == 1 for n in range(len(shards))]
+
+
+def largest_file(folder: Path) -> Path:
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_a_deleted_drafter_costs_training_only(runs: Runs) -> None:
+    runs()
+    shutil.rmtree(runs.folder("training"))
+    assert runs.ran() == ["training"]
+
+
+def test_lost_records_cost_nothing(runs: Runs) -> None:
+    from dflash.manifests import home
+
+    shutil.rmtree(home() / "records")
+    assert runs.ran() == []
+
+
+def test_refresh_forces_one_stage(runs: Runs) -> None:
+    assert runs.ran(refresh=("training",)) == ["training"]
+    assert runs.ran(refresh=("extraction",)) == ["extraction"]
+
+
+@pytest.mark.parametrize("stage", ["tokenization", "evaluation"])
+def test_a_failing_stage_keeps_what_was_done_and_the_next_run_starts_there(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    change = {"tokenization": "tokenization.max_length=300", "evaluation": "evaluation.budgets=[5]"}[stage]
+    attempts: list[int] = []
+
+    def broken(*_: Any, **__: Any) -> None:
+        attempts.append(1)
+        raise RuntimeError("injected fault")
+
+    where = {"tokenization": "dflash.corpus.tokenization.tokenize", "evaluation": "dflash.decoding.evaluation.evaluate"}
+    with monkeypatch.context() as patch:
+        patch.setattr(where[stage], broken)
+        patch.setattr("tasks.stage.BACKOFF_SECONDS", 0)
+        with pytest.raises(RuntimeError, match="injected fault"):
+            runs(change)
+    assert len(attempts) == 3
+    assert runs.states("failed") == [stage]
+    assert runs.states("ran") == []
+    following = runs.ran(change)
+    assert following[0] == stage
+    assert "generation" not in following
+
+
+def test_bad_input_is_not_retried(runs: Runs, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(ValueError, match="empty"):
+        runs(f"generation.prompts=['{empty}']")
+    assert runs.states("failed") == ["generation"]
