@@ -51,7 +51,7 @@ class Verifier:
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within Transformers 5
         self._lock = threading.Lock()  # hooks of one call must not see another's layers
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self,
         input_ids_BT: torch.Tensor,
@@ -118,7 +118,7 @@ class Verifier:
         chunks = hidden_BTH.flatten(0, 1).split(positions)
         return torch.cat([self.head(chunk).argmax(-1) for chunk in chunks]).view(hidden_BTH.shape[:2])
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], *, max_new_tokens: int) -> list[Response]:
         """Greedy answers to a batch of prompts, cut after the first end token.
 

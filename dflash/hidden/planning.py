@@ -1,0 +1,94 @@
+"""Which rows go into which shard, how many bytes that will be, and whether they fit. Reads lengths, loads no model."""
+
+import logging
+import shutil
+from collections.abc import Sequence
+
+import polars as pl
+from pydantic import BaseModel, ConfigDict, Field
+
+from dflash.config import ExtractionConfig
+from dflash.keys import extraction_key
+from dflash.manifests import MANIFEST, Artifact, Key, home
+from dflash.pinning import PinnedVerifier, tap_layers
+
+log = logging.getLogger(__name__)
+
+MOST_SHARDS = 80  # each is a task run; more of them make a server slow and a graph unreadable
+WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+GB = 10**9
+
+
+class ShardPlan(BaseModel):
+    """One shard before it is made: a run of the corpus, shortest rows first."""
+
+    model_config = ConfigDict(frozen=True)
+    key: Key
+    location: str
+    number: int
+    count: int = Field(description="Shards of the whole.")
+    tokens: int
+    rows: list[int] = Field(description="Row numbers in the corpus, in the order in which they are stored.")
+
+    @property
+    def name(self) -> str:
+        return f"{self.number + 1} of {self.count}"
+
+
+def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier) -> list[ShardPlan]:
+    """Cut the corpus, in its order, into shards of about `shard_tokens`, larger ones where that would be too many.
+
+    Raises ValueError for tap layers that the verifier does not have.
+    """
+    tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
+    whole = extraction_key(config, corpus, verifier)
+    lengths = pl.read_parquet(corpus.path / "corpus.parquet", columns=["length"])["length"].to_list()
+    size = max(config.shard_tokens, -(-sum(lengths) // MOST_SHARDS))
+    groups: dict[int, list[int]] = {}
+    before = 0
+    for row, length in enumerate(lengths):
+        groups.setdefault(before // size, []).append(row)
+        before += length
+    plans = [
+        ShardPlan(
+            key=Key(stage="extraction", recipe=whole.recipe, config={"shard": n}, inputs={"extraction": str(whole)}),
+            location=f"{whole.location}/shards/{n:04d}",
+            number=n,
+            count=len(groups),
+            tokens=sum(lengths[row] for row in rows),
+            rows=sorted(rows, key=lambda row: (lengths[row], row)),
+        )
+        for n, rows in enumerate(groups.values())
+    ]
+    log.info("%d rows of %d tokens in %d shards of about %d tokens", len(lengths), before, len(plans), size)
+    return plans
+
+
+def estimate(config: ExtractionConfig, tokens: int, verifier: PinnedVerifier) -> int:
+    """Bytes of the hidden states of so many tokens: features, ids, mask, greedy ids, and the verifier's two ends."""
+    num_taps = len(tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids))
+    per_token = num_taps * verifier.hidden_size * WIDTH[config.storage_dtype] + 4 + 1 + 4
+    overhead = 1.01  # chunk padding, checksums, shard indices: 0.1 to 0.4 % measured
+    ends = 2 * verifier.vocab_size * verifier.hidden_size * WIDTH[verifier.dtype]
+    return round(tokens * per_token * overhead) + ends
+
+
+def check_space(config: ExtractionConfig, plans: Sequence[ShardPlan], verifier: PinnedVerifier) -> None:
+    """Raises ValueError, with the numbers, where the whole exceeds the quota or the missing shards the free space."""
+    whole = estimate(config, sum(plan.tokens for plan in plans), verifier)
+    missing = [plan for plan in plans if not (home() / plan.location / MANIFEST).exists()]
+    needed = estimate(config, sum(plan.tokens for plan in missing), verifier) if missing else 0
+    home().mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(home()).free
+    remedy = "use fewer taps, fewer or shorter rows"
+    log.info("hidden states: %.3f GB, of which %.3f GB to write; %.1f GB free", whole / GB, needed / GB, free / GB)
+    if config.disk_quota_gb and whole > config.disk_quota_gb * GB:
+        raise ValueError(
+            f"extraction.disk_quota_gb: hidden states need about {whole / GB:.3g} GB, the quota is "
+            f"{config.disk_quota_gb:g} GB; raise it or {remedy}"
+        )
+    if needed > free:
+        raise ValueError(
+            f"{home()}: hidden states need about {needed / GB:.3g} GB more, {free / GB:.3g} GB are free; "
+            f"set DFLASH_HOME to a larger disk or {remedy}"
+        )

