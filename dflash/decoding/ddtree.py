@@ -26,10 +26,10 @@ class Trees:
     the other arrays mean nothing.
     """
 
-    tokens_BN: Tensor
-    parents_BN: Tensor
-    depths_BN: Tensor
-    scores_BN: Tensor
+    tokens_BN: Tensor  # noqa: N815
+    parents_BN: Tensor  # noqa: N815
+    depths_BN: Tensor  # noqa: N815
+    scores_BN: Tensor  # noqa: N815
 
 
 def top_tokens(logprobs_BSV: Tensor, k: int) -> tuple[Tensor, Tensor]:

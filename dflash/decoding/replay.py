@@ -9,7 +9,6 @@ A anchors, S slots, K candidates per slot, T tokens, H hidden, V vocabulary, N =
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from torch import Tensor
 from dflash.decoding.acceptance import CHAIN, Acceptance, method_name, walk_rounds
 from dflash.decoding.ddtree import accepted_within, best_first, chain, label_order, top_tokens
 from dflash.drafter.model import Context, Drafter, Ends
-
-if TYPE_CHECKING:
-    from dflash.hidden.store import RowStates
+from dflash.hidden.store import RowStates
 
 ANCHORS_PER_PASS = 128
 LOGITS_PER_PASS = 2**26  # 256 MB of float32
@@ -49,7 +46,7 @@ def draft_tokens(
 
 
 @torch.no_grad()
-def replay(drafter: Drafter, ends: Ends, row: "RowStates", *, budgets: Sequence[int]) -> dict[str, list[int]]:
+def replay(drafter: Drafter, ends: Ends, row: RowStates, *, budgets: Sequence[int]) -> dict[str, list[int]]:
     """The accepted count of each round of a row's response, for the chain and the tree of each budget.
 
     Rounds are those of `acceptance.walk_rounds`; the response is `response_span`, its last token the end. A response of
@@ -84,7 +81,7 @@ def replay(drafter: Drafter, ends: Ends, row: "RowStates", *, budgets: Sequence[
 
 
 def replay_rows(
-    drafter: Drafter, ends: Ends, rows: "Iterable[RowStates]", *, budgets: Sequence[int]
+    drafter: Drafter, ends: Ends, rows: Iterable[RowStates], *, budgets: Sequence[int]
 ) -> dict[str, Acceptance]:
     """Replay of many rows, summed: the acceptance of each method, for validation."""
     totals = {method: Acceptance() for method in (CHAIN, *map(method_name, budgets))}

@@ -1,26 +1,18 @@
 """Small real verifiers with random weights, their greedy answers, and drafters that are right now and then."""
 
 import random
-from dataclasses import dataclass
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dflash.decoding.replay import response_span
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.hidden.store import RowStates
 from dflash.verifier import Verifier
 
 LAYERS = (1, 3)
 VOCAB = 61
 ARCHITECTURES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-
-
-@dataclass(frozen=True)
-class RowStates:
-    features_TF: torch.Tensor
-    input_ids_T: torch.Tensor
-    loss_mask_T: torch.Tensor
-    greedy_ids_T: torch.Tensor
 
 
 def make_verifier(kind: str = "qwen3", *, seed: int = 0, eos: int = 7) -> Verifier:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from decoding_small import RowStates, make_drafter, make_ends, make_prompts, make_row, make_verifier, teach
+from decoding_small import make_drafter, make_ends, make_prompts, make_row, make_verifier, teach
 
 from dflash.decoding import replay as replay_module
 from dflash.decoding.acceptance import Acceptance
 from dflash.decoding.ddtree import best_first, chain
 from dflash.decoding.replay import draft_tokens, replay, replay_rows, response_span
 from dflash.drafter.model import Drafter, Ends
+from dflash.hidden.store import RowStates
 
 BUDGETS = (1, 2, 8, 64)
 
