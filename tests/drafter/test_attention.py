@@ -21,7 +21,7 @@ def test_outputs_and_gradients_equal_the_dense_oracle(heads, start):
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         results.append([output, *torch.autograd.grad((output * weights).sum(), inputs)])
     for ours, oracle in zip(*results, strict=True):
-        torch.testing.assert_close(ours, oracle, rtol=1e-6, atol=1e-6)  # scores are normalised in float32
+        torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-9)
 
 
 def test_a_block_without_visible_context_gives_numbers_and_gradients():
