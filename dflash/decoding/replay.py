@@ -58,7 +58,8 @@ def replay(drafter: Drafter, ends: Ends, row: RowStates, *, budgets: Sequence[in
     context = drafter.context(row.features_TF[None, : end - 1].to(device))
     slots_S = torch.arange(1, drafter.config.block_size, device=device)
     accepted_at: dict[str, list[int]] = {method: [] for method in (CHAIN, *map(method_name, budgets))}
-    for anchors_A in torch.arange(first, end - 1, device=device).split(ANCHORS_PER_PASS):
+    for start in range(first, end - 1, ANCHORS_PER_PASS):
+        anchors_A = torch.arange(start, min(start + ANCHORS_PER_PASS, end - 1), device=device)
         values_ASK, candidates_ASK = draft_tokens(
             drafter,
             ends,

@@ -115,7 +115,7 @@ def markdown(report: dict[str, Any]) -> str:
             header,
             rows,
             "1 + accepted / rounds, over all rounds of the category. A round is one draft and one verification; the 1 "
-            "is the token that the verifier adds of its own. Accepted tokens beyond the end of a response do not count. "
+            "is the token that the verifier adds of its own. Accepted tokens beyond the end of a response never count. "
             "The chain is the drafter's best token of each slot; tree N is its N most probable prefixes.",
         ),
         _table(
