@@ -46,7 +46,7 @@ from dflash.training.tracking import STEP, tracked_run
 log = logging.getLogger(__name__)
 
 
-class Stopped(Exception):  # noqa: N818 - nothing went wrong
+class Stopped(Exception):
     """Training was asked to stop; a checkpoint is there and the same call continues."""
 
 

@@ -27,10 +27,10 @@ VERIFIER = {
 
 
 def make_row(length: int, *, prompt: int, generator: torch.Generator) -> RowStates:
-    """Each token follows from the one before it; the features of a token are its own."""
-    tokens = [int(torch.randint(VOCAB - 1, (1,), generator=generator))]
+    """Sixteen tokens in a fixed cycle, entered anywhere; the features of a token are its own."""
+    tokens = [int(torch.randint(16, (1,), generator=generator))]
     while len(tokens) < length + 1:
-        tokens.append((tokens[-1] * 7 + 3) % (VOCAB - 1))
+        tokens.append((tokens[-1] * 5 + 1) % 16)
     ids = torch.tensor(tokens)
     table = torch.randn(VOCAB, TAPS * HIDDEN, generator=torch.Generator().manual_seed(5))
     return RowStates(table[ids[:-1]], ids[:-1], torch.arange(length) >= prompt, ids[1:])
@@ -71,7 +71,8 @@ def make_states(
     ]
     frozen_generator = torch.Generator().manual_seed(9)
     frozen = {
-        name: torch.randn(VOCAB, HIDDEN, generator=frozen_generator) for name in ("embed_tokens.weight", "lm_head.weight")
+        name: torch.randn(VOCAB, HIDDEN, generator=frozen_generator)
+        for name in ("embed_tokens.weight", "lm_head.weight")
     }
     with publish(key, summary={}) as (folder, result):
         _write(folder, "states.json", {"target_layer_ids": [1, 3], "storage_dtype": "float32"})

@@ -1,0 +1,115 @@
+"""Training as a process: real processes, real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash.keys import training_key
+from dflash.manifests import in_progress
+from dflash.training.launch import _cause, launch
+from dflash.training.loop import train
+from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
+
+LONG = {"epochs": 60, "max_steps": 150, "validate_every": 1000, "save_every": 5, "log_every": 7}
+
+
+class Cancelled(BaseException):
+    """As an orchestrator raises it in the main thread."""
+
+
+@pytest.fixture(autouse=True)
+def _own_root(home, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # bit-identity holds for equal thread counts
+
+
+def weights(artifact):
+    return load_file(artifact.path / "model.safetensors")
+
+
+def same(left, right):
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+@contextmanager
+def process(config, states, tmp_path: Path):
+    """The trainer, as `launch` starts it."""
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"config": config.model_dump(), "hidden_states": states.model_dump()}))
+    command = [sys.executable, "-m", "dflash.training", str(request)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def wait_for_checkpoint(folder: Path, *, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while not any(int(path.name[5:]) >= step for path in folder.glob("step-*")):
+        assert time.monotonic() < deadline, "no checkpoint in a minute"
+        time.sleep(0.005)
+
+
+def test_killed_without_warning_and_run_again_ends_bit_identical(tmp_path):
+    states, config = make_states(LENGTHS), make_config(**LONG)
+    expected = train(config, states)
+    lines = (expected.path / "metrics.jsonl").read_text().count("\n")
+    folder = in_progress(training_key(config, states))
+    with process(config, states, tmp_path) as child:
+        wait_for_checkpoint(folder, step=20)
+        child.kill()
+    assert any(folder.glob("step-*"))
+    before = weights(expected)
+    resumed = train(config, states)
+    assert same(weights(resumed), before)
+    assert (resumed.path / "metrics.jsonl").read_text().count("\n") == lines
+
+
+def test_when_its_starter_is_gone_it_leaves_a_checkpoint_and_says_so(tmp_path):
+    states, config = make_states(LENGTHS), make_config(**LONG | {"save_every": 1000})
+    with process(config, states, tmp_path) as child:
+        assert "progress" in json.loads(child.stdout.readline())
+        child.stdin.close()
+        assert child.wait(30) == 75
+    assert len(list(in_progress(training_key(config, states)).glob("step-*"))) == 1
+
+
+def test_an_interruption_reaches_the_trainer_and_the_next_launch_continues(monkeypatch):
+    states, config = make_states(LENGTHS), make_config(**LONG | {"save_every": 1000})
+    expected = weights(train(config, states))
+
+    def cancel(number, frame):
+        raise Cancelled
+
+    previous = signal.signal(signal.SIGUSR1, cancel)
+    try:
+        with pytest.raises(Cancelled):
+            launch(config, states, progress=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert len(list(in_progress(training_key(config, states)).glob("step-*"))) == 1
+    reports = []
+    artifact = launch(config, states, progress=lambda *report: reports.append(report[:2]))
+    assert same(weights(artifact), expected)
+    assert reports[-1] == (150, 150)
+    assert reports[0][0] > 1
+
+
+def test_bad_input_is_a_value_error_and_a_crash_has_its_cause_on_one_line():
+    rows = [make_row(20, prompt=7, generator=torch.Generator())]
+    rows[0].greedy_ids_T[12] = MASK
+    with pytest.raises(ValueError, match=f"mask_token_id: {MASK} occurs"):
+        launch(make_config(), make_states([20], rows=rows, validation=0))
+    with pytest.raises(RuntimeError, match=r"^training crashed \(exit code 1\): FloatingPointError: step 2.*$"):
+        launch(make_config(learning_rate=1e38, warmup_share=0), make_states(LENGTHS))
+    assert "killed by SIGKILL (out of memory?)" in _cause(-9, [])

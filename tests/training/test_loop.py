@@ -1,0 +1,193 @@
+import json
+import os
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dflash.drafter.blocks import sample_anchors
+from dflash.drafter.export import load_drafter
+from dflash.hidden.store import HiddenStates
+from dflash.keys import training_key
+from dflash.manifests import in_progress, verify
+from dflash.training.batches import collate
+from dflash.training.checkpoints import load_newest
+from dflash.training.loop import Stopped, block_loss, run_name, train
+from dflash.training.optimizers import average_and_clip
+from dflash.training.tracking import tracking_mode
+from tests.drafter.small import make_drafter, make_ends
+from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
+
+LOGGED = {
+    *("train/step", "train/epoch", "train/loss", "train/accuracy", "train/top4_accuracy", "train/top8_accuracy"),
+    *("train/streak", "train/ddtree_streak4", "train/ddtree_streak8", "train/grad_norm", "train/lr"),
+    *("train/noise_std", "train/tokens_per_second", "batch/avg_seq_len"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_root(home):
+    torch.set_num_threads(1)
+
+
+def weights(artifact):
+    return load_file(artifact.path / "model.safetensors")
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def rows_of(artifact):
+    rows = [json.loads(line) for line in (artifact.path / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name != "train/tokens_per_second"} for row in rows]
+
+
+def stop_after(steps):
+    asked = iter(range(1, 10_000))
+    return lambda: next(asked) >= steps
+
+
+@pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"optimizer": "muon", "slot_weights": "dpace"}])
+def test_training_learns_and_publishes_a_whole_artifact(changes):
+    artifact = train(make_config(epochs=20, learning_rate=1e-2, validate_every=1000, **changes), make_states(LENGTHS))
+    rows = rows_of(artifact)
+    assert rows[-2]["train/loss"] < rows[0]["train/loss"] / 3
+    assert rows[-1]["validation/acceptance_length/tree4"] > 1.5
+    assert set(rows[0]) | {"train/tokens_per_second"} == LOGGED
+    verify(artifact)
+    assert artifact.summary["steps"] == artifact.summary["train"]["train/step"]
+    assert artifact.summary["tokens"] == 20 * sum(LENGTHS[:-1])
+    drafter = load_drafter(artifact.path, dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in drafter.parameters()) == artifact.summary["parameters"]
+    assert not in_progress(training_key(make_config(), make_states(LENGTHS))).joinpath("metrics.jsonl").exists()
+
+
+def test_the_same_seed_gives_the_same_drafter_and_another_seed_another():
+    states = make_states(LENGTHS)
+    first, again, other = (train(make_config(max_steps=4, seed=seed), states) for seed in (0, 0, 1))
+    assert same(weights(first), weights(again))
+    assert not same(weights(first), weights(other))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"optimizer": "muon", "slot_weights": "dpace", "accumulation": 2}, {"dtype": "bfloat16"}]
+)
+def test_stopped_anywhere_and_run_again_ends_bit_identical(changes):
+    states, config = make_states(LENGTHS), make_config(max_steps=10, epochs=9, **changes)
+    whole = train(config, states)
+    expected = weights(whole), rows_of(whole)
+    for steps in (2, 3, 7):  # the third after 2 + 3 + 5 steps and one validation, while validating again
+        with pytest.raises(Stopped):
+            train(config, states, should_stop=stop_after(steps))
+    assert load_newest(in_progress(training_key(config, states))).step == 10
+    resumed = train(config, states)
+    assert same(weights(resumed), expected[0])
+    assert rows_of(resumed) == expected[1]
+
+
+def test_a_damaged_checkpoint_costs_steps_but_changes_nothing():
+    states, config = make_states(LENGTHS), make_config(max_steps=10)
+    expected = weights(train(config, states))
+    with pytest.raises(Stopped):
+        train(config, states, should_stop=stop_after(7))
+    newest = in_progress(training_key(config, states)) / "step-000007" / "weights.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert same(weights(train(config, states)), expected)
+
+
+@pytest.mark.parametrize("kind", ["decay", "uniform", "dpace"])
+def test_one_batch_of_eight_and_four_of_two_give_the_same_gradient(kind):
+    drafter, ends = make_drafter(), make_ends()
+    rows = [make_row(length, prompt=5, generator=torch.Generator().manual_seed(length)) for length in LENGTHS[:8]]
+
+    def gradient(size):
+        drafter.zero_grad()
+        weight = 0.0
+        for start in range(0, 8, size):
+            batch = collate(rows[start : start + size])
+            anchors, valid = sample_anchors(batch.loss_mask_BT, num_anchors=99, generator=torch.Generator())
+            settings = {"anchors_BA": anchors, "valid_BA": valid, "weights": kind, "gamma": 3.0, "alpha": 0.5}
+            loss, blocks = block_loss(drafter, ends, batch, features_BTF=batch.features_BTF, **settings)
+            loss.backward()
+            weight += blocks.weight
+        average_and_clip(list(drafter.parameters()), weight=weight, clip_norm=1e9)
+        return [parameter.grad.clone() for parameter in drafter.parameters()]
+
+    for eight, two in zip(gradient(8), gradient(2), strict=True):
+        torch.testing.assert_close(eight, two, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_too_short_for_an_anchor_are_left_out_and_a_set_of_them_is_refused():
+    short = [make_row(8, prompt=7, generator=torch.Generator()) for _ in range(3)]
+    long = [make_row(20, prompt=7, generator=torch.Generator()) for _ in range(2)]
+    mixed = make_states([8, 8, 20, 20], rows=[*short[:2], *long], validation=1)
+    assert train(make_config(max_steps=1), mixed).summary["rows"] == 1
+    with pytest.raises(ValueError, match="none of 3 training rows has a legal anchor"):
+        train(make_config(), make_states([8, 8, 8], rows=short, validation=0))
+
+
+def test_a_mask_token_that_the_verifier_says_is_refused():
+    rows = [make_row(20, prompt=7, generator=torch.Generator())]
+    rows[0].greedy_ids_T[12] = MASK
+    with pytest.raises(ValueError, match=f"{MASK} occurs in the supervised text of row 0, position 13"):
+        train(make_config(), make_states([20], rows=rows, validation=0))
+
+
+def test_a_gradient_that_is_not_finite_names_its_step_and_rows(monkeypatch):
+    states, read = make_states(LENGTHS), HiddenStates.read
+
+    def poisoned(store, row):
+        values = read(store, row)
+        return values._replace(features_TF=values.features_TF * float("nan")) if row == 7 else values
+
+    monkeypatch.setattr(HiddenStates, "read", poisoned)
+    with pytest.raises(FloatingPointError, match=r"step \d+: loss nan.*row7"):
+        train(make_config(), states)
+
+
+def test_validation_rows_are_optional():
+    rows = rows_of(train(make_config(max_steps=2), make_states(LENGTHS, validation=0)))
+    assert [row["train/step"] for row in rows] == [2]
+
+
+def test_a_second_training_of_the_same_key_waits_and_takes_what_the_first_made():
+    states, config = make_states(LENGTHS), make_config(max_steps=6)
+    inside, finish = threading.Event(), threading.Event()
+    results = []
+
+    def slow(done, total, note=""):
+        inside.set()
+        finish.wait(10)
+
+    threads = [threading.Thread(target=lambda: results.append(train(config, states, progress=slow)))]
+    threads[0].start()
+    inside.wait(10)
+    threads.append(threading.Thread(target=lambda: results.append(train(config, states))))
+    threads[1].start()
+    threads[1].join(0.3)
+    assert threads[1].is_alive()
+    finish.set()
+    for thread in threads:
+        thread.join(20)
+    assert results[0] == results[1]
+
+
+def test_run_names_say_what_differs(monkeypatch):
+    assert run_name(make_config()) == "ddtree-g10-b95"
+    assert run_name(make_config(slot_weights="dpace", optimizer="muon")) == "ddtree-dpace-b95-muon"
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert tracking_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert tracking_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert tracking_mode("online") == "disabled"
+
+
+def test_an_offline_run_is_written_under_the_data_root(home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    artifact = train(make_config(max_steps=2), make_states(LENGTHS))
+    written = [name for _, _, names in os.walk(home / "wandb") for name in names]
+    assert any(name.endswith(f"{artifact.key}.wandb") for name in written)
