@@ -66,7 +66,9 @@ def _folder(config: VerifierConfig) -> Path:
             convert_gguf(path, converted)
         return converted
     if path.is_absolute() or config.model.startswith((".", "~")) or config.model.count("/") != 1:
-        raise ValueError(f"verifier.model: {config.model!r} is no folder, .gguf file, hub id or bundled:NAME")
+        raise ValueError(
+            f"verifier.model: {config.model!r} is no folder, .gguf file, hub id, bundled:NAME or package:NAME"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -75,7 +77,7 @@ def _folder(config: VerifierConfig) -> Path:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
-            f"verifier.model: {config.model!r} at {config.revision!r} is neither a local folder nor reachable on the hub "
+            f"verifier.model: {config.model!r} at {config.revision!r} is no local folder, nor reachable on the hub "
             f"({type(error).__name__}); check the name and the network, or give the path of a downloaded folder"
         ) from error
 

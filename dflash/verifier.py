@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GgufConfig
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from dflash.devices import resolve_device
 from dflash.pinning import PinnedVerifier
@@ -221,10 +222,12 @@ def convert_gguf(path: Path, folder: Path) -> None:
         "gguf_file": path.name,
         "local_files_only": True,
     }
+    unpack: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):  # weights stay packed, and cannot be saved, unless unpacking is asked for
+        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        plain = GgufConfig(dequantize=True)
-        AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, quantization_config=plain).save_pretrained(aside)
+        AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **unpack).save_pretrained(aside)
         AutoTokenizer.from_pretrained(**source).save_pretrained(aside)
         if not folder.exists():
             aside.rename(folder)

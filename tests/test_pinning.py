@@ -78,7 +78,7 @@ def test_a_folder_that_is_no_verifier_says_what_it_lacks(folder: Path, missing: 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "./nowhere", "a/b/c", "plain-name"])
 def test_a_name_that_leads_nowhere_says_what_is_possible(name: str) -> None:
-    with pytest.raises(ValueError, match=r"no folder, \.gguf file, hub id or bundled:NAME"):
+    with pytest.raises(ValueError, match=r"no folder, \.gguf file, hub id, bundled:NAME or package:NAME"):
         pin(VerifierConfig(model=name))
 
 
