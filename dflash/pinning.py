@@ -1,6 +1,6 @@
 """Which verifier exactly: a model name resolved to a plain folder, and that folder's identity.
 
-Reads and hashes files; loads no weights (a GGUF file is converted once, by `verifier.py`).
+Reads and hashes files; loads no weights (a GGUF file is converted once, by `gguf.py`).
 """
 
 import hashlib
@@ -61,7 +61,7 @@ def _folder(config: VerifierConfig) -> Path:
             raise ValueError(f"verifier.model: {path} does not exist; give the path of a .gguf file")
         converted = home() / "verifiers" / f"{path.stem}-{_file_hash(path)[:12]}"
         if not (converted / "config.json").exists():
-            from dflash.verifier import convert_gguf  # heavy, and needed once per file
+            from dflash.gguf import convert_gguf  # heavy, and needed once per file
 
             convert_gguf(path, converted)
         return converted

@@ -5,19 +5,14 @@ The home of Transformers. Knows nothing of corpora, stores or drafters.
 B batch, T tokens, F features (taps x hidden size), N query tokens, V vocabulary, M keys in a cache
 """
 
-import importlib.util
 import inspect
 import logging
-import os
-import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from dflash.devices import resolve_device
@@ -200,36 +195,3 @@ def load_verifier(pinned: PinnedVerifier) -> Verifier:
     eos_ids = {*pinned.special_ids["eos"], *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     log.info("verifier %s on %s, end tokens %s", pinned, device, sorted(eos_ids))
     return Verifier(model.to(device), tokenizer, eos_ids=frozenset(eos_ids))
-
-
-def convert_gguf(path: Path, folder: Path) -> None:
-    """Turn a .gguf file into a plain Transformers folder, written aside and renamed; a folder that is there is kept.
-
-    Weights come out as bfloat16 where the file has any in bfloat16, else as float16, whose finer steps hold dequantised
-    weights best. Raises ValueError where a package that reading it needs is missing.
-    """
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        packages = " ".join(missing)
-        raise ValueError(f"verifier.model: reading {path} needs more packages; run: pip install {packages}")
-    from gguf import GGMLQuantizationType, GGUFReader  # an extra: only those with a .gguf file need it
-
-    kinds = {tensor.tensor_type for tensor in GGUFReader(path).tensors}
-    dtype = torch.bfloat16 if GGMLQuantizationType.BF16 in kinds else torch.float16
-    log.info("converting %s to %s in %s", path, dtype, folder)
-    source: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(path.parent),
-        "gguf_file": path.name,
-        "local_files_only": True,
-    }
-    unpack: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # weights stay packed, and cannot be saved, unless unpacking is asked for
-        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **unpack).save_pretrained(aside)
-        AutoTokenizer.from_pretrained(**source).save_pretrained(aside)
-        if not folder.exists():
-            aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

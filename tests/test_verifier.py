@@ -19,8 +19,9 @@ from transformers import (
 from dflash.bundled import resolve
 from dflash.config import VerifierConfig
 from dflash.devices import resolve_device
+from dflash.gguf import convert_gguf
 from dflash.pinning import pin
-from dflash.verifier import Verifier, compact, convert_gguf, load_verifier
+from dflash.verifier import Verifier, compact, load_verifier
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -246,7 +247,7 @@ def test_a_gguf_file_becomes_a_plain_folder_once(tmp_path: Path, monkeypatch: py
         assert torch.equal(v.model.state_dict()[name], weight.to(torch.float32)), name
     assert v.eos_ids == {2}
     assert "message.content" in v.tokenizer.chat_template
-    monkeypatch.setattr("dflash.verifier.convert_gguf", lambda *_: pytest.fail("converted twice"))
+    monkeypatch.setattr("dflash.gguf.convert_gguf", lambda *_: pytest.fail("converted twice"))
     assert pin(config) == pinned
     assert [path.name for path in Path(pinned.path).parent.iterdir()] == [Path(pinned.path).name]
 
