@@ -6,7 +6,7 @@ B batch, T tokens, F features (K taps of H)
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -83,7 +83,7 @@ def collate(states: Sequence["RowStates"]) -> Batch:
     )
 
 
-def read_ahead(load: Callable[[list[int]], Batch], batches: Iterable[list[int]]) -> Iterator[Batch]:
+def read_ahead(load: Callable[[list[int]], Batch], batches: Iterable[list[int]]) -> Generator[Batch, None, None]:
     """Load batches on one thread, a few ahead of the consumer; an exception of `load` is raised at its batch."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
     pending: deque[Future[Batch]] = deque()

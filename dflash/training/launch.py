@@ -13,7 +13,7 @@ import tempfile
 import threading
 from collections import deque
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dflash.config import TrainingConfig
 from dflash.manifests import Artifact, Damaged, Progress, silent
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 STOPPED = 75
 SECONDS_TO_STOP = 60
+SECONDS_FOR_LAST_LINES = 10
 
 
 def launch(config: TrainingConfig, hidden_states: Artifact, *, progress: Progress = silent) -> Artifact:
@@ -47,8 +48,9 @@ def launch(config: TrainingConfig, hidden_states: Artifact, *, progress: Progres
         assert child.stderr is not None
         last_lines: deque[str] = deque(maxlen=20)
         # in this thread's context, so that an orchestrator's log handler knows whose lines these are
-        relay = threading.Thread(target=contextvars.copy_context().run, args=(_relay, child.stderr, last_lines))
-        result: dict[str, str | dict] = {}
+        in_context = contextvars.copy_context().run
+        relay = threading.Thread(target=in_context, args=(_relay, child.stderr, last_lines), daemon=True)
+        result: dict[str, Any] = {}
         try:
             relay.start()
             for line in child.stdout:
@@ -62,9 +64,9 @@ def launch(config: TrainingConfig, hidden_states: Artifact, *, progress: Progres
             _stop(child)
             raise
         finally:
-            relay.join()
-            for pipe in (child.stdin, child.stdout, child.stderr):
-                pipe.close()
+            child.stdin.close()
+            child.stdout.close()
+            relay.join(SECONDS_FOR_LAST_LINES)  # a process that the child left behind may hold the pipe open
     if code == 0:
         return Artifact.model_validate(result["artifact"])
     if "error" in result:
@@ -85,16 +87,17 @@ def _stop(child: subprocess.Popen[str]) -> None:
 
 def _relay(stderr: IO[str], last_lines: deque[str]) -> None:
     levels = logging.getLevelNamesMapping()
-    for line in stderr:
-        text = line.rstrip()
-        if text:
-            last_lines.append(text)
-        level, _, rest = text.partition(" ")
-        if level in levels:
-            name, _, message = rest.partition(" ")
-            logging.getLogger(name).log(levels[level], "%s", message)
-        elif text:
-            log.info("%s", text)
+    with stderr:
+        for line in stderr:
+            text = line.rstrip()
+            if text:
+                last_lines.append(text)
+            level, _, rest = text.partition(" ")
+            if level in levels:
+                name, _, message = rest.partition(" ")
+                logging.getLogger(name).log(levels[level], "%s", message)
+            elif text:
+                log.info("%s", text)
 
 
 def _cause(code: int, last_lines: deque[str]) -> str:

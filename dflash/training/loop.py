@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from dflash.drafter.blocks import block_labels, sample_anchors
 from dflash.drafter.export import save_drafter
 from dflash.drafter.losses import Tally, slot_statistics, slot_weights, tally
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
-from dflash.hidden.store import HiddenStates
+from dflash.hidden.store import HiddenStates, RowStates
 from dflash.keys import training_key
 from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, publish, silent
 from dflash.training.batches import Batch, add_noise, collate, plan_steps, read_ahead
@@ -141,7 +141,7 @@ def _train(
     def load(rows: list[int]) -> Batch:
         states = [store.read(row) for row in rows]
         for row, state in zip(rows, states, strict=True):
-            refuse_mask_token(state.input_ids_T, state.greedy_ids_T, state.loss_mask_T, config.mask_token_id, row)
+            refuse_mask_token(state, mask_token_id=config.mask_token_id, row_id=store.rows[row].id)
         return collate(states)
 
     def record(row: dict[str, float]) -> None:
@@ -161,16 +161,17 @@ def _train(
         taus = {method: acceptance.acceptance_length for method, acceptance in methods.items()}
         record({STEP: step} | {f"validation/acceptance_length/{name}": tau for name, tau in taus.items() if tau})
 
-    with tracked_run(
+    tracked = tracked_run(
         config.tracking,
         run_id=str(key),
         project=config.project,
         name=config.run_name or run_name(config),
         settings=config.model_dump() | {"key": str(key), "hidden_states": hidden_states.identity},
-    ) as log_row:
+    )
+    batches = read_ahead(load, [rows for step in plan[done:] for rows in step.micro_batches])
+    with tracked as log_row, closing(batches):
         if done and (done % config.validate_every == 0 or done == total) and not validated(history, done):
             validate(done)  # it was interrupted
-        ahead = read_ahead(load, [rows for step in plan[done:] for rows in step.micro_batches])
         for step in range(done, total):
             t0 = time.perf_counter()
             factor = learning_rate_factor(step, total=total, warmup_share=config.warmup_share)
@@ -179,7 +180,7 @@ def _train(
             noise_generator = torch.Generator(device).manual_seed(derived_seed(config.seed, step, 1))
             blocks = Tally()
             for _ in plan[step].micro_batches:
-                batch = next(ahead).to(device)
+                batch = next(batches).to(device)
                 features_BTF = add_noise(batch.features_BTF, num_taps=len(taps), std=std, generator=noise_generator)
                 anchors_BA, valid_BA = sample_anchors(
                     batch.loss_mask_BT, num_anchors=config.num_anchors, generator=anchor_generator
@@ -228,7 +229,6 @@ def _train(
                 state = state_tensors(drafter, optimizers)
                 save_checkpoint(folder, Checkpoint(finished, drafter.state_dict(), state, asdict(counters)))
             if stopping:
-                ahead.close()  # type: ignore[attr-defined]
                 raise Stopped(f"stopped after step {finished} of {total}; run again to continue")
             if validating:
                 validate(finished)
@@ -300,12 +300,13 @@ def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:
     return usable, validation_rows
 
 
-def refuse_mask_token(input_ids_T: Tensor, greedy_ids_T: Tensor, loss_mask_T: Tensor, mask: int, row: int) -> None:
+def refuse_mask_token(row: RowStates, *, mask_token_id: int, row_id: str) -> None:
     """Raises ValueError where the mask token is a supervised token or label: it must mean nothing else."""
-    found_T = loss_mask_T[1:].bool() & ((input_ids_T[1:] == mask) | (greedy_ids_T[:-1] == mask))
+    said_T = (row.input_ids_T[1:] == mask_token_id) | (row.greedy_ids_T[:-1] == mask_token_id)
+    found_T = row.loss_mask_T[1:] & said_T
     if found_T.any():
         raise ValueError(
-            f"training.mask_token_id: {mask} occurs in the supervised text of row {row}, "
+            f"training.mask_token_id: {mask_token_id} occurs in the supervised text of row {row_id}, "
             f"position {int(found_T.nonzero()[0]) + 1}; choose a reserved id that the verifier never says"
         )
 

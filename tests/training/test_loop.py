@@ -131,7 +131,7 @@ def test_rows_too_short_for_an_anchor_are_left_out_and_a_set_of_them_is_refused(
 def test_a_mask_token_that_the_verifier_says_is_refused():
     rows = [make_row(20, prompt=7, generator=torch.Generator())]
     rows[0].greedy_ids_T[12] = MASK
-    with pytest.raises(ValueError, match=f"{MASK} occurs in the supervised text of row 0, position 13"):
+    with pytest.raises(ValueError, match=f"{MASK} occurs in the supervised text of row row0, position 13"):
         train(make_config(), make_states([20], rows=rows, validation=0))
 
 
