@@ -40,7 +40,7 @@ class VerifierConfig(Config):
     model: str = Field(
         title="Verifier",
         min_length=1,
-        description="A hub id, a local folder, a .gguf file, or bundled:demo-verifier.",
+        description="A hub id, a local folder, a .gguf file, package:NAME (its .gguf file), or bundled:demo-verifier.",
     )
     revision: str = Field("main", title="Revision", description="Branch, tag or commit of a hub id; pinned at load.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field(

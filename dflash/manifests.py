@@ -49,8 +49,8 @@ class FileRecord(BaseModel):
 class Artifact(BaseModel):
     """The small record that travels between stages; the bytes stay on disk.
 
-    `key` is the fingerprint of all inputs and the folder's name. `identity` is what stages downstream build their keys from:
-    the content's hash where bytes are deterministic, else the key.
+    `key` is the fingerprint of all inputs and the folder's name. `identity` is what stages downstream build
+    their keys from: the content's hash where bytes are deterministic, else the key.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -47,11 +47,13 @@ def tokenize(
         split=pl.Series([split_of(id, validation_share=config.validation_share) for id in rows["id"]])
     )
     splits = {name: rows.filter(split=name).height for name in ("train", "validation")}
-    if config.validation_share > 0 and 0 in splits.values():
+    if splits["train"] == 0:
         raise ValueError(
-            f"{source}: validation_share {config.validation_share} of {rows.height} rows gives {splits['train']} for "
-            f"training and {splits['validation']} for validation; change the share or give more prompts"
+            f"{source}: validation_share {config.validation_share} leaves none of {rows.height} rows for training; "
+            "lower it or give more prompts"
         )
+    if config.validation_share > 0 and splits["validation"] == 0:
+        log.warning("none of %d rows fell into validation_share %g", rows.height, config.validation_share)
     edges = bucket_edges(rows["length"].to_list(), config.num_buckets)
     rows = rows.with_columns(bucket=pl.Series(assign(rows["length"].to_list(), edges), dtype=pl.Int32))
     num_truncated = int(rows["truncated"].sum())

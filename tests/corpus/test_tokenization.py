@@ -117,7 +117,10 @@ def test_no_supervised_tokens_at_all_is_refused(verifier: PinnedVerifier):
     assert find(tokenization_key(PLAIN, conversations, verifier)) is None
 
 
-def test_an_empty_split_is_refused(verifier: PinnedVerifier):
-    config = TokenizationConfig(validation_share=1e-9)
-    with pytest.raises(ValueError, match="gives 60 for training and 0 for validation; change the share or give more"):
-        tokenize(config, served(ROWS), verifier)
+def test_a_split_that_stays_empty_is_said_and_a_corpus_without_training_rows_refused(
+    verifier: PinnedVerifier, caplog: pytest.LogCaptureFixture
+):
+    tokenize(TokenizationConfig(validation_share=1e-9), served(ROWS), verifier)
+    assert "none of 60 rows fell into validation_share 1e-09" in caplog.text
+    with pytest.raises(ValueError, match="leaves none of 1 rows for training; lower it"):
+        tokenize(TokenizationConfig(validation_share=1 - 1e-9), served(ROWS[:1]), verifier)
