@@ -20,12 +20,12 @@ def legal_anchors(loss_mask: Tensor) -> Tensor:
 def sample_anchors(loss_mask_BT: Tensor, *, num_anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """(anchors_BA, valid_BA): up to `num_anchors` distinct legal anchors per row, ascending, drawn uniformly.
 
-    A is the most that any row of the batch has. Where valid is False the anchor is padding (position 1). The draw is
-    made on the CPU, so that it is the same on every device.
+    A is the most that any row of the batch has, at least 1. Where valid is False the anchor is padding (position 1).
+    The draw is made on the CPU, so that it is the same on every device.
     """
     legal_BT = legal_anchors(loss_mask_BT.cpu())
     counts_B = legal_BT.sum(1).clamp(max=num_anchors)
-    A = int(counts_B.max())
+    A = max(1, int(counts_B.max()))
     priority_BT = torch.rand(legal_BT.shape, generator=generator).masked_fill(~legal_BT, 2.0)
     chosen_BA = priority_BT.argsort(1)[:, :A]
     valid_BA = torch.arange(A) < counts_B[:, None]

@@ -16,7 +16,7 @@ def make_optimizers(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> list[Optimizer]:
-    """`adamw` for everything, or `muon` for the matrices and AdamW for the norms."""
+    """`adamw` for everything, or `muon` for the matrices, `fc` among them, and AdamW for the norms."""
     matrices = [parameter for parameter in drafter.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in drafter.parameters() if parameter.ndim != 2]
     if kind == "adamw":

@@ -19,7 +19,7 @@ from dflash.training.launch import _cause, launch
 from dflash.training.loop import train
 from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
 
-LONG = {"epochs": 60, "max_steps": 150, "validate_every": 1000, "save_every": 5, "log_every": 7}
+LONG = {"epochs": 60, "max_steps": 80, "validate_every": 1000, "save_every": 5, "log_every": 7}
 
 
 class Cancelled(BaseException):
@@ -66,7 +66,7 @@ def test_killed_without_warning_and_run_again_ends_bit_identical(tmp_path):
     lines = (expected.path / "metrics.jsonl").read_text().count("\n")
     folder = in_progress(training_key(config, states))
     with process(config, states, tmp_path) as child:
-        wait_for_checkpoint(folder, step=20)
+        wait_for_checkpoint(folder, step=10)
         child.kill()
     assert any(folder.glob("step-*"))
     before = weights(expected)
@@ -101,7 +101,7 @@ def test_an_interruption_reaches_the_trainer_and_the_next_launch_continues(monke
     reports = []
     artifact = launch(config, states, progress=lambda *report: reports.append(report[:2]))
     assert same(weights(artifact), expected)
-    assert reports[-1] == (150, 150)
+    assert reports[-1] == (80, 80)
     assert reports[0][0] > 1
 
 

@@ -128,6 +128,18 @@ def test_rows_too_short_for_an_anchor_are_left_out_and_a_set_of_them_is_refused(
         train(make_config(), make_states([8, 8, 8], rows=short, validation=0))
 
 
+def test_a_batch_without_any_anchor_gives_zero_loss_and_zero_gradient():
+    drafter, ends = make_drafter(), make_ends()
+    row = make_row(12, prompt=3, generator=torch.Generator())
+    batch = collate([row._replace(loss_mask_T=torch.arange(12) % 2 == 1)])
+    anchors, valid = sample_anchors(batch.loss_mask_BT, num_anchors=4, generator=torch.Generator())
+    settings = {"anchors_BA": anchors, "valid_BA": valid, "weights": "decay", "gamma": 3.0, "alpha": 0.5}
+    loss, blocks = block_loss(drafter, ends, batch, features_BTF=batch.features_BTF, **settings)
+    loss.backward()
+    assert (loss.item(), blocks.weight, blocks.metrics()) == (0.0, 0.0, {})
+    assert average_and_clip(list(drafter.parameters()), weight=blocks.weight, clip_norm=1.0) == 0.0
+
+
 def test_a_mask_token_that_the_verifier_says_is_refused():
     rows = [make_row(20, prompt=7, generator=torch.Generator())]
     rows[0].greedy_ids_T[12] = MASK
