@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as transformers_logging
 
 from dflash.devices import resolve_device
 from dflash.pinning import PinnedVerifier
 
 log = logging.getLogger(__name__)
+transformers_logging.disable_progress_bar()
 
 LOGITS_AT_ONCE = 2**26  # elements; 128 MiB in bfloat16
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A factory for speculative-decoding drafters. Recipes are the deployments of prefect.yaml.",
 )
-err = Console(stderr=True)
 out = Console()
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo.")]
@@ -64,11 +64,12 @@ def run(
         steps = recipes.check_steps(refresh or [])
         planning.preflight(settings)
         url = server.settle()
-    _log_to_terminal()
-    err.print(f"recipe {recipe} · data {manifests.home()} · {url or 'temporary Prefect server'}", highlight=False)
+    print(f"recipe {recipe} · data {manifests.home()} · {url or 'temporary Prefect server'}", file=sys.stderr)
+    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     from flows.pipeline import pipeline  # imports Prefect, which reads its settings then
     from flows.steps import CURRENT, RunRecord
 
+    _log_to_terminal()
     record = RunRecord(recipe=recipe)
     CURRENT.set(record)
     parameters = {name: getattr(settings, name) for name in type(settings).model_fields}
@@ -140,15 +141,17 @@ def up(
 
 
 def _log_to_terminal() -> None:
-    """The library's own lines, short; Prefect's only where something is wrong."""
-    import os
-
-    os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    handler = RichHandler(console=err, show_path=False, log_time_format="%H:%M:%S", markup=False, highlighter=None)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    """The library's own lines, short and once; Prefect's only where something is wrong."""
+    console = Console(stderr=True)
+    if console.is_terminal:  # above the progress bar
+        handler: logging.Handler = RichHandler(console=console, show_path=False, show_level=False)
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger = logging.getLogger("dflash")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
+    logger.propagate = False
 
 
 def _show_result(record: "object", url: str | None) -> None:

@@ -78,6 +78,7 @@ def find_or_make(step: str, key: Key, make: Callable[[Progress], Artifact], *, l
             return found
     with reporter(step) as progress:
         artifact = make(progress)
+    assert artifact.key == str(key), f"{step} made {artifact.key} instead of {key}"
     log.info("%s: made %s", step, artifact.key)
     return artifact
 

@@ -22,6 +22,7 @@ from flows import server
 
 os.environ.update(server.settings())
 os.environ["PREFECT_LOGGING_LEVEL"] = "ERROR"
+os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
 os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"
 
 
@@ -51,11 +52,13 @@ def prefect_server() -> Iterator[str]:
     )
     try:
         server._wait(url, process)
+        from prefect.events.worker import EventsWorker
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
         os.environ["PREFECT_API_URL"] = url
         with temporary_settings({PREFECT_API_URL: url}):
             yield url
+            EventsWorker.drain_all()  # or it goes on asking for a server that is gone
     finally:
         os.environ.pop("PREFECT_API_URL", None)
         server._end(process)

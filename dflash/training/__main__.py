@@ -61,7 +61,7 @@ def main() -> int:
     except Stopped as reason:
         print(f"INFO dflash.training {reason}", file=sys.stderr)
         return STOPPED
-    except ValueError as error:
+    except (ValueError, FloatingPointError) as error:  # neither gets better by trying again
         say({"error": str(error), "kind": type(error).__name__})
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -238,6 +238,7 @@ def _train(
         "tokens": counters.tokens,
         "parameters": num_parameters,
         "rows": len(train_rows),
+        "verifier": store.info["verifier"],
     }
     summary |= {name: last_row(history, name) for name in ("train", "validation")}
     with publish(key, summary=summary) as (scratch, result):

@@ -72,7 +72,7 @@ def test_an_interrupted_run_continues_after_its_finished_batches(
 ):
     whole = generate(config, verifier)
 
-    def interrupt(done: float, total: float, note: str = "") -> None:  # noqa: ARG001
+    def interrupt(done: float, total: float, note: str = "") -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
