@@ -177,7 +177,9 @@ class TrainingConfig(Config):
         description="auto: online if WANDB_API_KEY is set, else offline.",
         json_schema_extra=PRACTICAL,
     )
-    project: str = Field("dflash", title="W&B project", min_length=1, json_schema_extra=PRACTICAL)
+    project: str = Field(
+        "dflash", title="W&B project", min_length=1, description="Where runs are filed.", json_schema_extra=PRACTICAL
+    )
     run_name: str = Field(
         "", title="W&B run name", description="Empty: made from the settings.", json_schema_extra=PRACTICAL
     )

@@ -3,7 +3,8 @@
     python scripts/demo_verifier.py GSM8K_TRAIN.jsonl dflash/assets/demo_verifier
 
 GSM8K_TRAIN.jsonl is `train.jsonl` of https://github.com/openai/grade-school-math (MIT): rows of `question`, `answer`.
-Everything is seeded. It takes about an hour on one core and writes a plain Transformers folder in bfloat16 (about 6 MB).
+Everything is seeded. It takes about an hour on one core and writes a plain Transformers folder in
+bfloat16 (about 6 MB).
 """
 
 import argparse
@@ -75,7 +76,7 @@ def main() -> None:
         for p in pairs
     ]
     rows = [row for row in rows if len(row) <= 448]
-    print(f"{len(rows)} rows, {sum(map(len, rows)) / len(rows):.0f} tokens on average, {len(tokenizer)} tokens in the vocabulary")
+    print(f"{len(rows)} rows of {sum(map(len, rows)) / len(rows):.0f} tokens on average, vocabulary {len(tokenizer)}")
 
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=192, intermediate_size=512, num_hidden_layers=6,

@@ -72,15 +72,15 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         }
 
         training = TrainingConfig(
-            mask_token_id=3, num_layers=1, num_anchors=8, max_steps=3, dtype="float32", tracking="disabled",
-            device="cpu", log_every=1,
+            mask_token_id=3, num_layers=1, num_anchors=32, epochs=8, max_steps=8, dtype="float32", tracking="disabled",
+            device="cpu", log_every=1, optimizer="muon", muon_learning_rate=0.03, learning_rate=0.01,
         )  # fmt: skip
         drafter = train(training, states, progress=silent, should_stop=lambda: False)
         lines = [json.loads(line) for line in (drafter.path / "metrics.jsonl").read_text().splitlines()]
         made["training"] = {"losses": [line["train/loss"] for line in lines if "train/loss" in line]}
 
         report = evaluate(
-            EvaluationConfig(prompts=[str(prompts)], budgets=[4, 16], live_prompts=1), drafter, states, verifier
+            EvaluationConfig(prompts=[str(prompts)], budgets=[16, 64], live_prompts=1), drafter, states, verifier
         )
         made["evaluation"] = json.loads((report.path / "report.json").read_text())["acceptance_length"]
         yield made
@@ -95,8 +95,8 @@ def test_the_output_of_a_stage_changes_only_with_its_recipe_number(outputs: dict
     expected = golden[stage]
     assert expected["recipe"] == RECIPES[stage], f"{stage} was bumped: pin its new output (see the top of this file)"
     assert close(outputs[stage], expected["output"]), (
-        f"{stage} makes something else than before ({outputs[stage]}, was {expected['output']}): bump RECIPES[{stage!r}] "
-        "in dflash/keys.py and pin the new output (see the top of this file)"
+        f"{stage} makes something else than before ({outputs[stage]}, was {expected['output']}): "
+        f"bump RECIPES[{stage!r}] in dflash/keys.py and pin the new output (see the top of this file)"
     )
 
 

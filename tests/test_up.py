@@ -113,7 +113,8 @@ def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_
         "evaluation": {"prompts": ["bundled:evaluation"], "max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
     }
     demo = stack.deployment("demo")
-    run = stack.api(f"deployments/{demo['id']}/create_flow_run", {"parameters": {**demo["parameters"], **small}})
+    sections = {name: {**demo["parameters"][name], **values} for name, values in small.items()}
+    run = stack.api(f"deployments/{demo['id']}/create_flow_run", {"parameters": {**demo["parameters"], **sections}})
     finished = stack.wait(run["id"], "Completed", "Failed", "Crashed")
     assert finished["state_name"] == "Completed", finished["state"]["message"]
     assert finished["name"].startswith("pipeline · demo · g10 · ")
