@@ -54,25 +54,26 @@ def hidden_states(
 
 @flow(name="pipeline", flow_run_name=run_name)
 def pipeline(
+    *,
+    recipe: str = "custom",
     verifier: VerifierConfig,
     generation: GenerationConfig,
-    training: TrainingConfig,
-    evaluation: EvaluationConfig,
     tokenization: TokenizationConfig = TokenizationConfig(),  # noqa: B008 - frozen
     extraction: ExtractionConfig = ExtractionConfig(),  # noqa: B008 - frozen
-    recipe: str = "custom",
+    training: TrainingConfig,
+    evaluation: EvaluationConfig,
     refresh: list[Step] = [],  # noqa: B006 - Prefect reads the default, nobody changes it
 ) -> RunRecord:
     """From prompts to a drafter and its acceptance length. Every stage is cached; a rerun does only what is missing.
 
     Args:
+        recipe: A name for people; it appears in the run's name.
         verifier: The large frozen model that the drafter is for.
         generation: How the verifier answers the training prompts.
-        training: The drafter and how it is trained.
-        evaluation: The evaluation prompts and the tree budgets.
         tokenization: Rows, split and length buckets.
         extraction: Which hidden states are stored, and how.
-        recipe: A name for people; it appears in the run's name.
+        training: The drafter and how it is trained.
+        evaluation: The evaluation prompts and the tree budgets.
         refresh: Stages to run again although their results exist.
     """
     settings = Recipe(

@@ -75,7 +75,9 @@ def make_states(
         for name in ("embed_tokens.weight", "lm_head.weight")
     }
     with publish(key, summary={}) as (folder, result):
-        _write(folder, "states.json", {"target_layer_ids": [1, 3], "storage_dtype": "float32"})
+        verifier = {"name": "small", "identity": "0" * 16, "dtype": "float32"}
+        states = {"target_layer_ids": [1, 3], "storage_dtype": "float32", "verifier": verifier}
+        _write(folder, "states.json", states)
         _write(folder, "verifier_config.json", VERIFIER)
         save_file(frozen, folder / "verifier.safetensors")
         pl.DataFrame(index).write_parquet(folder / "index.parquet")

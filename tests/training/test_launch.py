@@ -105,11 +105,15 @@ def test_an_interruption_reaches_the_trainer_and_the_next_launch_continues(monke
     assert reports[0][0] > 1
 
 
-def test_bad_input_is_a_value_error_and_a_crash_has_its_cause_on_one_line():
+def test_bad_input_is_a_value_error_and_a_crash_has_its_cause_on_one_line(monkeypatch):
     rows = [make_row(20, prompt=7, generator=torch.Generator())]
     rows[0].greedy_ids_T[12] = MASK
     with pytest.raises(ValueError, match=f"mask_token_id: {MASK} occurs"):
         launch(make_config(), make_states([20], rows=rows, validation=0))
-    with pytest.raises(RuntimeError, match=r"^training crashed \(exit code 1\): FloatingPointError: step 2.*$"):
+    with pytest.raises(ValueError, match=r"^step 2: loss nan, .*; lower the learning rate"):
         launch(make_config(learning_rate=1e38, warmup_share=0), make_states(LENGTHS))
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.executable", "/bin/ls")
+        with pytest.raises(RuntimeError, match=r"^training crashed \(exit code 2\): .*"):
+            launch(make_config(), make_states(LENGTHS))
     assert "killed by SIGKILL (out of memory?)" in _cause(-9, [])
