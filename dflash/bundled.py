@@ -19,6 +19,8 @@ BUNDLED = {
 
 def _packaged(name: str) -> Path:
     """The .gguf file of a package, which is found without being imported."""
+    if not name.isidentifier():  # a dotted name would import its parents
+        raise ValueError(f"{PACKAGE}{name}: give the name of a top-level package")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         command = f"pip install --no-deps {PINNED_PACKAGES.get(name, name)}"

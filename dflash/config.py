@@ -1,7 +1,7 @@
 """Every knob, its default and its meaning, once. One model per stage; the UI forms and `--set` are generated from them.
 
-Knows nothing of files, models or Prefect. A field marked `PRACTICAL` changes how work is done, never what comes out:
-it is no part of an artifact's key.
+Knows nothing of files, models or Prefect. A field marked `PRACTICAL` changes how work is done and watched, never the
+ids or weights that come out: it is no part of an artifact's key.
 """
 
 from typing import Any, Literal
@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 PRACTICAL: dict[str, JsonValue] = {"identity": False}
 
-Stage = Literal["generation", "tokenization", "extraction", "training", "evaluation"]
 Step = Literal[
     "generation", "tokenization", "extraction",
     "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
@@ -165,7 +164,9 @@ class TrainingConfig(Config):
     )
     seed: int = Field(0, title="Seed", ge=0, description="Same seed, same drafter.")
     validation_budget: int = Field(64, title="Validation budget", ge=1, description="Tree budget in validation.")
-    validate_every: int = Field(500, title="Validate every", gt=0, description="Steps between replays.")
+    validate_every: int = Field(
+        500, title="Validate every", gt=0, description="Steps between replays.", json_schema_extra=PRACTICAL
+    )
     save_every: int = Field(
         200, title="Save every", gt=0, description="Steps between checkpoints.", json_schema_extra=PRACTICAL
     )

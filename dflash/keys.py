@@ -5,6 +5,7 @@ number in RECIPES when its output would change (`tests/test_recipes.py` fails wh
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from dflash.bundled import resolve
 from dflash.config import EvaluationConfig, ExtractionConfig, GenerationConfig, TokenizationConfig, TrainingConfig
@@ -31,7 +32,8 @@ def generation_key(config: GenerationConfig, verifier: PinnedVerifier) -> Key:
         stage="generation",
         recipe=RECIPES["generation"],
         config={name: value for name, value in config.identity().items() if name != "prompts"},
-        inputs={f"prompts[{i}]": digest for i, (_, digest) in enumerate(files)}
+        # the stem, because it is the category of rows that name none
+        inputs={f"prompts[{i}]": f"{Path(path).stem}:{digest}" for i, (path, digest) in enumerate(files)}
         | {"verifier": verifier.identity, "verifier.dtype": verifier.dtype},
     )
 

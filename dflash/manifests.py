@@ -10,6 +10,7 @@ place, and the manifest comes last. Knows nothing of models, tensors or Prefect.
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
+
+log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 
@@ -248,9 +251,12 @@ def find(key: Key, *, location: str = "", deep: bool = False) -> Artifact | None
 
 
 def manifests() -> list[Manifest]:
-    """All readable artifacts under the data root, newest first. Parts of an artifact (shards) are not listed."""
+    """All artifacts under the data root, newest first; unreadable ones are warned of. Shards are parts, not listed."""
     found = []
     for path in sorted((home() / "artifacts").glob(f"*/*/{MANIFEST}")):
         if not path.parent.name.startswith("."):
-            found.append(load_manifest(path.parent))
+            try:
+                found.append(load_manifest(path.parent))
+            except Damaged as damage:
+                log.warning("%s", damage)
     return sorted(found, key=lambda manifest: manifest.created, reverse=True)

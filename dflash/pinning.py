@@ -5,6 +5,7 @@ Reads and hashes files; loads no weights (a GGUF file is converted once, by `ggu
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from dflash.bundled import resolve
 from dflash.config import TrainingConfig, VerifierConfig
 from dflash.manifests import file_sha256, home, text_sha256, write_atomically
+
+log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -32,6 +35,8 @@ class PinnedVerifier(BaseModel):
     dtype: str
     device: str
     num_layers: int
+    layer_types: list[str]
+    rope_type: str
     hidden_size: int
     vocab_size: int
     special_ids: dict[str, list[int]]
@@ -72,6 +77,7 @@ def _folder(config: VerifierConfig) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    log.info("fetching %s at %s, unless it is here already", config.model, config.revision)
     try:
         patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
@@ -99,10 +105,16 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
     if not tokenizer:
         raise ValueError(f"verifier.model: {folder} holds no tokenizer; copy the model's tokenizer files there")
     kept = {name: value for name, value in settings.items() if name not in VOLATILE}
-    parts = {"config": kept, "weights": {w.name: _file_hash(w) for w in weights}, "tokenizer": tokenizer}
     generation = folder / "generation_config.json"
     eos = _ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.exists() else []
+    parts = {
+        "config": kept,
+        "weights": {path.name: _file_hash(path) for path in weights},
+        "tokenizer": tokenizer,
+        "eos": eos,  # where its answers end
+    }
     text = settings.get("text_config", settings)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return PinnedVerifier(
         name=config.model,
         path=str(folder.absolute()),
@@ -111,6 +123,8 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         dtype=config.dtype,
         device=config.device,
         num_layers=text["num_hidden_layers"],
+        layer_types=sorted(set(text.get("layer_types") or ["full_attention"])),
+        rope_type=rope.get("rope_type", rope.get("type", "default")),
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
         special_ids={
@@ -155,3 +169,18 @@ def check_mask_token(config: TrainingConfig, verifier: PinnedVerifier) -> None:
     for name, ids in verifier.special_ids.items():
         if token in ids:
             raise ValueError(f"training.mask_token_id: {token} is the verifier's {name} token; choose a reserved id")
+
+
+def check_abilities(live_prompts: int, verifier: PinnedVerifier) -> None:
+    """Raises ValueError for what drafters and live decoding cannot do with this verifier's layers yet."""
+    if verifier.rope_type != "default":
+        raise ValueError(
+            f"verifier.model: {verifier.name} has RoPE of type {verifier.rope_type!r}, which drafters do "
+            "not support yet; use a verifier with plain RoPE"
+        )
+    limited = [kind for kind in verifier.layer_types if kind != "full_attention"]
+    if live_prompts and limited:
+        raise ValueError(
+            f"evaluation.live_prompts: live decoding rolls the cache back, which the {', '.join(limited)} layers of "
+            f"{verifier.name} do not allow; set it to 0 (replay works for every verifier)"
+        )

@@ -1,18 +1,20 @@
 """What a run would do: which steps are cached, which would run and why, and about how much they would handle.
 
-Reads manifests and hashes prompt files; loads no model and writes nothing.
+Reads manifests and hashes prompt files. A verifier that is not here yet is fetched (or converted) to be identified;
+no weights are loaded.
 """
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
 from dflash import keys
-from dflash.config import GenerationConfig, Recipe, Step
+from dflash.config import GenerationConfig, Recipe, Step, TokenizationConfig
+from dflash.hidden.planning import estimate
 from dflash.manifests import Artifact, Damaged, Key, Manifest, find, manifests
-from dflash.pinning import PinnedVerifier, check_mask_token, pin, tap_layers
+from dflash.pinning import PinnedVerifier, check_abilities, check_mask_token, pin, tap_layers
 
 CHARACTERS_PER_TOKEN = 3.5  # of English text; only for estimates made before anything was tokenized
 
@@ -33,6 +35,7 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     keys.prompt_files([*recipe.generation.prompts, *recipe.evaluation.prompts])
     verifier = pin(recipe.verifier)
     check_mask_token(recipe.training, verifier)
+    check_abilities(recipe.evaluation.live_prompts, verifier)
     return verifier, tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
 
 
@@ -43,7 +46,7 @@ def plan(recipe: Recipe) -> list[PlannedStep]:
     steps: list[PlannedStep] = []
 
     def states_of(
-        generation: GenerationConfig, names: tuple[Step, Step, Step], tokenization: Any
+        generation: GenerationConfig, names: tuple[Step, Step, Step], tokenization: TokenizationConfig
     ) -> tuple[Artifact | None, int]:
         tokens, text_bytes = _estimate(generation)
         conversations = _step(
@@ -60,14 +63,13 @@ def plan(recipe: Recipe) -> list[PlannedStep]:
             waits_for=None if conversations else names[0],
         )
         tokens = _tokens(corpus, tokens)
-        width = {"bfloat16": 2, "float32": 4}[recipe.extraction.storage_dtype]
         states = _step(
             steps,
             known,
             names[2],
             lambda: keys.extraction_key(recipe.extraction, _made(corpus), verifier),
             tokens=tokens,
-            nbytes=tokens * (len(taps) * verifier.hidden_size * width + 9),
+            nbytes=estimate(recipe.extraction, tokens, verifier),
             waits_for=None if corpus else names[1],
             stable=True,
         )

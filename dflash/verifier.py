@@ -154,10 +154,10 @@ class Verifier:
             ids_BT = torch.tensor([[chosen[i]] for i in alive], device=self.device)
             mask_BM = torch.cat([mask_BM, mask_BM.new_ones(len(alive), 1)], dim=1)
             position_ids = position_ids[:, -1:] + 1
-        return [Response(ids, "stop" if ids and ids[-1] in self.eos_ids else "length") for ids in answers]
+        return [Response(ids, "stop" if ids[-1] in self.eos_ids else "length") for ids in answers]
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """What a drafter borrows: embedding, final norm and, unless it is the embedding itself, the LM head."""
+        """What a drafter works between: embedding, final norm and, unless it is the embedding itself, the LM head."""
         embedding = self.model.get_input_embeddings().weight
         weights = {"embed_tokens.weight": embedding, "norm.weight": self.decoder.norm.weight}
         if self.head.weight is not embedding:

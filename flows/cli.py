@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,6 +19,9 @@ from rich.table import Table
 from dflash import manifests
 from dflash import plan as planning
 from flows import recipes, server
+
+if TYPE_CHECKING:
+    from flows.steps import RunRecord
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,7 +48,7 @@ def usage_errors() -> Iterator[None]:
         fail(str(error), code=2)
 
 
-def fail(message: str, *, code: int) -> None:
+def fail(message: str, *, code: int) -> NoReturn:
     print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
     raise typer.Exit(code)
 
@@ -90,7 +94,10 @@ def run(
 
 @app.command()
 def plan(recipe: RecipeName, changes: Changes = None, as_json: Json = False) -> None:
-    """Say which stages are cached and which would run, why, and about how much they would handle. Runs nothing."""
+    """Say which stages are cached and which would run, why, and about how much they would handle.
+
+    Runs none of them; a verifier that is not here yet is fetched, to be identified.
+    """
     with usage_errors():
         steps = planning.plan(recipes.load_recipe(recipe, changes or []))
     table = Table("stage", "state", "reason", "fingerprint", "tokens", "bytes", title=f"plan of {recipe}")
@@ -103,13 +110,16 @@ def plan(recipe: RecipeName, changes: Changes = None, as_json: Json = False) -> 
 
 
 @app.command("ls")
-def list_artifacts(as_json: Json = False) -> None:
+def list_artifacts(
+    check: Annotated[
+        bool, typer.Option("--check", help="Read every file and compare checksums; exit 1 on damage.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """List the artifacts: stage, fingerprint, size, age and what they were made from."""
-    with usage_errors():
-        found = manifests.manifests()
     table = Table("stage", "fingerprint", "size", "age", "inputs", title=str(manifests.home()))
-    rows = []
-    for manifest in found:
+    rows, damages = [], []
+    for manifest in manifests.manifests():
         age = (datetime.now(UTC) - manifest.created).total_seconds()
         inputs = ", ".join(f"{name} {value[:20]}" for name, value in manifest.inputs.items())
         table.add_row(manifest.stage, manifest.key, _size(manifest.nbytes), _age(age), inputs)
@@ -123,15 +133,25 @@ def list_artifacts(as_json: Json = False) -> None:
                 "path": str(manifest.path),
             }
         )
+        if check:
+            try:
+                manifests.verify(manifest, deep=True)
+            except manifests.Damaged as damage:
+                damages.append(str(damage))
     out.print(table)
     if as_json:
         print(json.dumps({"artifacts": rows}), flush=True)
+    if damages:
+        fail("; ".join(damages), code=1)
 
 
 @app.command()
 def up(
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Anything but localhost exposes the UI.")
+        str,
+        typer.Option(
+            help="Address to listen on. Another than localhost exposes an API that runs code here, without password."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of server and UI.")] = 4200,
 ) -> None:
@@ -154,15 +174,12 @@ def _log_to_terminal() -> None:
     logger.propagate = False
 
 
-def _show_result(record: "object", url: str | None) -> None:
-    from dflash.decoding.report import terminal_rows
-    from flows.steps import RunRecord
+def _show_result(record: "RunRecord", url: str | None) -> None:
+    from dflash.decoding.report import terminal_rows  # loads nothing heavy, but only a finished run needs it
 
-    assert isinstance(record, RunRecord)
     assert record.report
     assert record.drafter
-    with open(record.report.removesuffix(".md") + ".json") as file:
-        header, rows = terminal_rows(json.load(file))
+    header, rows = terminal_rows(json.loads(Path(record.report).with_suffix(".json").read_text()))
     table = Table(*header, title="acceptance length")
     for column in table.columns[1:]:
         column.justify = "right"

@@ -11,7 +11,6 @@ from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled, Cancelling
 
-WAITING = [StateType.SCHEDULED]
 ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 
 

@@ -1,6 +1,5 @@
 """The pipeline: prompts in, a drafter and its measured acceptance length out."""
 
-import json
 from datetime import date
 
 from prefect import flow, runtime
@@ -110,7 +109,7 @@ def pipeline(
 
     record.report = str(report.path / "report.md")
     record.drafter = str(drafter.path)
-    record.acceptance_length = json.loads((report.path / "report.json").read_text())["acceptance_length"]
+    record.acceptance_length = report.summary["acceptance_length"]
     stages = "\n".join(f"| {s.stage} | {s.state} | {s.seconds:.1f} s | `{s.fingerprint}` |" for s in record.stages)
     create_markdown_artifact(
         f"{(report.path / 'report.md').read_text()}\n\n"

@@ -80,6 +80,8 @@ def settle() -> str | None:
 
 def up(project: Path, *, host: str, port: int) -> int:
     """Server, work pool, deployments and worker in the foreground, until Ctrl-C or SIGTERM. Returns the exit code."""
+    if there := running():
+        raise ValueError(f"{there} is up already; stop that one first, or set DFLASH_HOME for another data root")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -88,6 +90,9 @@ def up(project: Path, *, host: str, port: int) -> int:
             raise ValueError(f"--port {port}: cannot listen on {host} ({error.strerror}); choose another") from None
     api_url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}/api"
     environment = {**os.environ, **settings(), "PREFECT_API_URL": api_url, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
+    # the API can start processes: without this, any page open in a browser on this machine could call it
+    origins = ",".join(f"http://{name}:{port}" for name in ("127.0.0.1", "localhost", host))
+    environment.setdefault("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", origins)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     (home() / "prefect").mkdir(parents=True, exist_ok=True)
 
@@ -114,7 +119,7 @@ def up(project: Path, *, host: str, port: int) -> int:
             if done.returncode:
                 raise ValueError(f"prefect {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
         worker = start("worker", "start", "--pool", POOL, "--type", "process")
-        write_atomically(_address_file(), json.dumps({"api_url": api_url, "pid": os.getpid()}))
+        write_atomically(_address_file(), json.dumps({"api_url": api_url}))
         print(
             f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  Ctrl-C stops it\n", flush=True
         )
@@ -143,7 +148,7 @@ def _wait(api_url: str, server: subprocess.Popen[bytes]) -> None:
         if server.poll() is not None:
             raise ValueError(f"the server ended with exit code {server.returncode}; its message is above")
         if time.monotonic() > deadline:
-            raise ValueError(f"the server did not answer within {START_SECONDS} s")
+            raise ValueError(f"the server did not answer within {START_SECONDS} s; try again when less else is running")
         time.sleep(0.3)
 
 

@@ -65,7 +65,7 @@ class Steps:
             failed[0].result()  # raises
         results = [state.result() for state in states]
         made = any(_was_made(state, result, began) for state, result in zip(states, results, strict=True))
-        fingerprint = getattr(results[-1], "key", None)
+        fingerprint = results[-1].key
         self._remember(
             StepRecord(stage=step, state="ran" if made else "cached", seconds=seconds, fingerprint=fingerprint)
         )

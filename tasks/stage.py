@@ -21,11 +21,11 @@ BACKOFF_SECONDS = 5
 
 
 def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Bad input stays bad: only other failures (memory, disk, network, a killed process) are tried again."""
+    """Bad input and our own mistakes stay; other failures (memory, disk, network, a killed process) may not."""
     del task, task_run
     try:
         state.result()
-    except ValueError:
+    except (ValueError, AssertionError):
         return False
     except Exception as error:
         log.warning("%s: %s; trying again", type(error).__name__, error)
@@ -33,7 +33,7 @@ def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -
 
 
 def stage(
-    key_of: Callable[..., Key], *, name: str, hours: float, run_name: str = "{step}", **options: Any
+    key_of: Callable[..., Key], *, name: str, hours: float, run_name: str = "{step}"
 ) -> Callable[[Callable[..., Artifact]], Task[..., Artifact]]:
     """Make a stage's task: cached by `key_of`, locked, retried with back-off and jitter, bounded in time."""
     policy: CachePolicy = locked(key_of)
@@ -53,7 +53,6 @@ def stage(
             retry_jitter_factor=0.5,
             retry_condition_fn=worth_retrying,
             timeout_seconds=hours * 3600,
-            **options,
         )(function)
 
     return decorate

@@ -1,6 +1,7 @@
 """The command line: recipes validate, and what cannot work is said in one line with exit code 2."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash.config import Recipe
+from dflash.manifests import Key, publish
 from flows import recipes
 
 RECIPES = recipes.deployments(recipes.prefect_yaml())
@@ -99,6 +101,20 @@ def test_ls_of_a_fresh_root_is_empty(home: Path) -> None:
         [sys.executable, "-m", "flows.cli", "ls", "--json"], capture_output=True, text=True, check=True
     )
     assert json.loads(done.stdout.splitlines()[-1]) == {"artifacts": []}
+
+
+def test_ls_check_reads_every_byte(home: Path) -> None:
+    with publish(Key(stage="training", recipe=1, config={}, inputs={}), summary={}) as (folder, artifact):
+        (folder / "weights").write_bytes(b"abc")
+    command = [sys.executable, "-m", "flows.cli", "ls", "--check"]
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    file = artifact().path / "weights"
+    before = file.stat()
+    file.write_bytes(b"abd")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"{file}: content differs from its checksum" in done.stderr
 
 
 def test_defaults_of_the_method() -> None:

@@ -99,6 +99,13 @@ def test_a_damaged_manifest_is_one_clear_line(home: Path) -> None:
         find(KEY)
 
 
+def test_one_unreadable_artifact_does_not_hide_the_others(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    broken, whole = make(), make(KEY.model_copy(update={"recipe": 2}))
+    (broken.path / MANIFEST).write_text("{")
+    assert [manifest.key for manifest in manifests()] == [whole.key]
+    assert broken.key in caplog.text
+
+
 def test_a_copied_root_stays_valid_and_is_hashed_only_once(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash.config import TrainingConfig, VerifierConfig
-from dflash.pinning import PinnedVerifier, check_mask_token, pin, tap_layers
+from dflash.pinning import PinnedVerifier, check_abilities, check_mask_token, pin, tap_layers
 
 
 @pytest.fixture
@@ -64,6 +64,25 @@ def test_weights_tokenizer_template_and_settings_are_all_part_of_the_identity(fo
     assert (after.tokenizer_identity != before.tokenizer_identity) == (
         file in ("tokenizer.json", "chat_template.jinja")
     )
+
+
+def test_where_its_answers_end_is_part_of_the_identity(folder: Path) -> None:
+    before = pinned(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
+    after = pinned(folder)
+    assert after.identity != before.identity
+    assert after.special_ids["eos"] == [2, 7]
+
+
+def test_what_the_layers_do_not_allow_is_refused_before_anything_runs(folder: Path) -> None:
+    check_abilities(4, pinned(folder))
+    rewrite(folder / "config.json", layer_types=["linear_attention", "full_attention"])
+    check_abilities(0, pinned(folder))
+    with pytest.raises(ValueError, match=r"evaluation.live_prompts: .* linear_attention .* set it to 0"):
+        check_abilities(4, pinned(folder))
+    rewrite(folder / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5})
+    with pytest.raises(ValueError, match=r"verifier.model: .* RoPE of type 'llama3'"):
+        check_abilities(0, pinned(folder))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,17 @@ def assign(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
     return [bisect_left(edges, length) for length in lengths]
 
 
+def padded_runs(lengths: Sequence[int], max_tokens: int) -> list[range]:
+    """Cut rows, in order, into runs of at most `max_tokens`, padding counted; a longer row is a run of its own."""
+    cuts, longest = [0], 0
+    for i, length in enumerate(lengths):
+        longest = max(longest, length)
+        if i > cuts[-1] and longest * (i - cuts[-1] + 1) > max_tokens:
+            cuts.append(i)
+            longest = length
+    return [range(a, b) for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
+
+
 def make_batches(
     rows: Sequence[int], lengths: Sequence[int], *, max_tokens: int, rng: random.Random
 ) -> list[list[int]]:
@@ -33,21 +44,13 @@ def make_batches(
     """
     shuffled = list(rows)
     rng.shuffle(shuffled)
-    batches: list[list[int]] = []
-    longest = 0
     for row in shuffled:
         if lengths[row] > max_tokens:
             raise ValueError(
                 f"row {row} has {lengths[row]} tokens, a batch at most {max_tokens}; "
                 f"raise the tokens per batch to {max(lengths)} or lower the longest row"
             )
-        longest = max(longest, lengths[row])
-        if batches and longest * (len(batches[-1]) + 1) <= max_tokens:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = lengths[row]
-    return batches
+    return [[shuffled[i] for i in run] for run in padded_runs([lengths[row] for row in shuffled], max_tokens)]
 
 
 def interleave(counts: Sequence[int]) -> list[int]:

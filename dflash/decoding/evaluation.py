@@ -38,7 +38,7 @@ def evaluate(
 ) -> Artifact:
     """Replay every row; decode the first `live_prompts` rows, spread over the categories, live as well.
 
-    Raises ValueError where drafter, hidden states and verifier do not belong together, and RuntimeError where live
+    Raises ValueError where drafter, hidden states and verifier do not belong together, and AssertionError where live
     decoding in float32 gives another text than the verifier gave alone, which no drafter may ever cause.
     """
     store = HiddenStates.open(hidden_states.path)
@@ -103,7 +103,7 @@ def evaluate(
 def _check_match(drafter: Artifact, model: Drafter, info: dict[str, Any], verifier: PinnedVerifier) -> None:
     """Raises ValueError naming both sides where drafter, hidden states and verifier do not belong together."""
     states, shape = info["verifier"], model.config
-    trained_on = drafter.summary.get("verifier", states)  # a published drafter does not say
+    trained_on = drafter.summary["verifier"]
     if (states["identity"], states["dtype"]) != (verifier.identity, verifier.dtype):
         raise ValueError(
             f"evaluation: the hidden states are of verifier {states['name']} ({states['identity'][:8]}, "
@@ -151,7 +151,7 @@ def cross_check(
     """Decode a row's prompt live with the chain and one tree, and compare with its response and its replayed rounds.
 
     The response's own length is the length limit: it ended there, by itself or because of the limit it was made under.
-    Raises RuntimeError naming the row where the text differs in float32.
+    Raises AssertionError naming the row where the text differs in float32.
     """
     first, end = response_span(states.loss_mask_T)
     prompt, response = states.input_ids_T[:first].tolist(), states.input_ids_T[first:end].tolist()
@@ -172,7 +172,7 @@ def cross_check(
         if not text_equal and verifier.dtype == torch.float32:
             same = [a == b for a, b in zip(out.ids, response, strict=False)]
             at = [*same, False].index(False)
-            raise RuntimeError(
+            raise AssertionError(  # ours, and the same each time: not worth a retry
                 f"prompt {name}: live decoding ({method_label}) left the verifier's own text at response token "
                 f"{at} of {len(response)}; this is a bug in live decoding or in how the response was made"
             )

@@ -5,7 +5,6 @@ Knows no batches and no schedule. Every metric follows from the rank of the labe
 N live slots, B batch, A anchors, S predicted slots, H hidden, V vocabulary
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -73,32 +72,20 @@ def slot_statistics(hidden_NH: Tensor, labels_N: Tensor, ends: Ends, *, chunk: i
     return nll_N, rank_N
 
 
-def _decay(live_BAS: Tensor, nll_BAS: Tensor, *, gamma: float, alpha: float) -> Tensor:  # noqa: ARG001
-    return live_BAS * torch.exp(-torch.arange(live_BAS.shape[-1], device=live_BAS.device) / gamma)
-
-
-def _uniform(live_BAS: Tensor, nll_BAS: Tensor, *, gamma: float, alpha: float) -> Tensor:  # noqa: ARG001
-    return live_BAS.float()
-
-
-def _dpace(live_BAS: Tensor, nll_BAS: Tensor, *, gamma: float, alpha: float) -> Tensor:  # noqa: ARG001
-    # arXiv 2605.18810: w_j = sum_{m>=j} prod_{i<=m} q~_i over the live slots m
-    q_BAS = (1 - alpha) * torch.exp(-nll_BAS.detach()) + alpha
-    reach_BAS = q_BAS.cumprod(-1) * live_BAS
-    return reach_BAS.flip(-1).cumsum(-1).flip(-1) * live_BAS
-
-
-WEIGHTS: dict[str, Callable[..., Tensor]] = {"decay": _decay, "uniform": _uniform, "dpace": _dpace}
-
-
 def slot_weights(kind: str, live_BAS: Tensor, nll_BAS: Tensor, *, gamma: float, alpha: float) -> tuple[Tensor, Tensor]:
     """(weights_BAS, normaliser): detached float32 weights, 0 at dead slots, and what their weighted sum is divided by.
 
     decay: exp(-(k-1)/gamma) for slot k = 1..S; uniform: 1; both are divided by the sum of the weights. dpace follows
     the drafter's own confidence and is divided by the number of live slots: its own sum would cancel it.
     """
-    weights_BAS = WEIGHTS[kind](live_BAS, nll_BAS, gamma=gamma, alpha=alpha)
-    return weights_BAS, live_BAS.sum() if kind == "dpace" else weights_BAS.sum()
+    if kind == "dpace":  # arXiv 2605.18810: w_j = sum_{m>=j} prod_{i<=m} q~_i over the live slots m
+        q_BAS = (1 - alpha) * torch.exp(-nll_BAS.detach()) + alpha
+        reach_BAS = q_BAS.cumprod(-1) * live_BAS
+        return reach_BAS.flip(-1).cumsum(-1).flip(-1) * live_BAS, live_BAS.sum()
+    weights_BAS = live_BAS.float()
+    if kind == "decay":
+        weights_BAS = weights_BAS * torch.exp(-torch.arange(live_BAS.shape[-1], device=live_BAS.device) / gamma)
+    return weights_BAS, weights_BAS.sum()
 
 
 @dataclass(frozen=True)

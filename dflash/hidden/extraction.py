@@ -20,14 +20,13 @@ import torch
 from safetensors.torch import save_file
 
 from dflash.config import ExtractionConfig
-from dflash.hidden.planning import ShardPlan, check_space, estimate, plan_shards
+from dflash.corpus.bucketing import padded_runs
+from dflash.hidden.planning import ShardPlan, plan_shards
 from dflash.hidden.store import DAMAGED_MANIFEST, RowStates, write_shard
 from dflash.keys import extraction_key
 from dflash.manifests import MANIFEST, Artifact, FileRecord, Progress, file_sha256, load_manifest, publish, silent
 from dflash.pinning import PinnedVerifier, tap_layers
 from dflash.verifier import Verifier, load_verifier
-
-__all__ = ["ShardPlan", "check_space", "estimate", "extract_shard", "plan_shards", "seal"]
 
 log = logging.getLogger(__name__)
 
@@ -92,23 +91,12 @@ def extract_shard(
     return artifact()
 
 
-def batches(lengths: list[int], batch_tokens: int) -> list[range]:
-    """Runs of rows whose padded size is at most `batch_tokens`; a longer row is a batch of its own."""
-    cuts, longest = [0], 0
-    for i, length in enumerate(lengths):
-        longest = max(longest, length)
-        if i > cuts[-1] and longest * (i - cuts[-1] + 1) > batch_tokens:
-            cuts.append(i)
-            longest = length
-    return [range(a, b) for a, b in zip(cuts, [*cuts[1:], len(lengths)], strict=True)]
-
-
 def _states(
     rows: pl.DataFrame, *, verifier: Verifier, layers: list[int], batch_tokens: int, progress: Progress
 ) -> Iterator[RowStates]:
     """The states of each row, in order. Padded on the right, where causal attention makes a mask unnecessary."""
     lengths, done, total = rows["length"].to_list(), 0, int(rows["length"].sum())
-    for batch in batches(lengths, batch_tokens):
+    for batch in padded_runs(lengths, batch_tokens):
         part = rows[batch.start : batch.stop]
         ids = [torch.tensor(values) for values in part["input_ids"].to_list()]
         padded_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
@@ -143,7 +131,6 @@ def seal(
         "hidden_size": verifier.hidden_size,
         "storage_dtype": config.storage_dtype,
         "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
-        "eos_ids": sorted(loaded.eos_ids),
     }
     known = {name: record for shard in shards for name, record in _records(shard).items()}
     summary = {

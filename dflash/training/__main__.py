@@ -17,9 +17,10 @@ from typing import Any
 
 from dflash.config import TrainingConfig
 from dflash.manifests import Artifact
+from dflash.training.launch import STOPPED
 from dflash.training.loop import Stopped, train
 
-BAD_INPUT, STOPPED = 2, 75
+BAD_INPUT = 2
 SECONDS_BETWEEN_REPORTS = 0.2
 
 

@@ -25,7 +25,7 @@ READ_AHEAD = 2
 
 
 @dataclass(frozen=True)
-class PlannedStep:
+class OptimizerStep:
     """One optimizer step: the row numbers of its micro-batches, and the epoch its first one belongs to."""
 
     epoch: int
@@ -56,7 +56,7 @@ def plan_steps(
     epochs: int,
     accumulation: int,
     max_steps: int,
-) -> list[PlannedStep]:
+) -> list[OptimizerStep]:
     """All optimizer steps of a run, in order; `max_steps` 0 means all epochs. `lengths` and `buckets` are per row.
 
     A step takes the next `accumulation` batches, also across the end of an epoch; the very last may have fewer.
@@ -66,9 +66,9 @@ def plan_steps(
         for epoch in range(epochs)
         for batch in epoch_batches(lengths, buckets, max_tokens=max_tokens, seed=seed, epoch=epoch)
     )
-    steps: list[PlannedStep] = []
+    steps: list[OptimizerStep] = []
     while (not max_steps or len(steps) < max_steps) and (group := list(islice(batches, accumulation))):
-        steps.append(PlannedStep(group[0][0], [batch for _, batch in group]))
+        steps.append(OptimizerStep(group[0][0], [batch for _, batch in group]))
     return steps
 
 

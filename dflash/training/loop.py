@@ -6,7 +6,6 @@ and of (seed, epoch), so that a checkpoint is weights, moments and a step, and a
 B batch, T tokens, F features, A anchors, S predicted slots, H hidden, N live slots
 """
 
-import fcntl
 import json
 import logging
 import math
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dflash.config import TrainingConfig
@@ -151,6 +151,9 @@ def _train(
         log_row(row)
         log.info("%s", "  ".join(f"{name.rpartition('/')[2]} {value:.4g}" for name, value in row.items()))
 
+    def due(step: int) -> bool:
+        return step % config.validate_every == 0 or step == total
+
     def validate(step: int) -> None:
         if not validation_rows:
             log.info("step %d: no validation rows, so no validation", step)
@@ -170,7 +173,7 @@ def _train(
     )
     batches = read_ahead(load, [rows for step in plan[done:] for rows in step.micro_batches])
     with tracked as log_row, closing(batches):
-        if done and (done % config.validate_every == 0 or done == total) and not validated(history, done):
+        if done and due(done) and not validated(history, done):
             validate(done)  # it was interrupted
         for step in range(done, total):
             t0 = time.perf_counter()
@@ -224,13 +227,12 @@ def _train(
                 counters = Counters(tokens=counters.tokens + counters.row_tokens)
             progress(finished, total, f"loss {blocks.loss / max(blocks.weight, 1e-9):.3f}")
             stopping = should_stop()
-            validating = finished % config.validate_every == 0 or finished == total
-            if finished % config.save_every == 0 or validating or stopping:
+            if finished % config.save_every == 0 or due(finished) or stopping:
                 state = state_tensors(drafter, optimizers)
                 save_checkpoint(folder, Checkpoint(finished, drafter.state_dict(), state, asdict(counters)))
             if stopping:
                 raise Stopped(f"stopped after step {finished} of {total}; run again to continue")
-            if validating:
+            if due(finished):
                 validate(finished)
 
     summary: dict[str, Any] = {
@@ -344,7 +346,7 @@ def validated(history: list[dict[str, float]], step: int) -> bool:
 
 
 def last_row(history: list[dict[str, float]], kind: str) -> dict[str, float]:
-    """The newest row of "train" or "validation" metrics, by plain names; {} where there is none."""
+    """The newest row of "train" or "validation" metrics; {} where there is none."""
     rows = [row for row in history if any(name.startswith(f"{kind}/") and name != STEP for name in row)]
     return rows[-1] if rows else {}
 
@@ -359,20 +361,24 @@ def unless(should_stop: Callable[[], bool], rows: list[int]) -> Iterator[int]:
 
 @contextmanager
 def _alone(key: Key, should_stop: Callable[[], bool]) -> Iterator[bool]:
-    """Holds the lock of a key, so that two trainings of it never interleave; yields whether it had to wait."""
-    path = home() / "locks" / f"{key}.flock"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Holds the trainer's own lock of a key; yields whether it had to wait.
+
+    The task's lock ends with the task's process, but a trainer that lost its parent still finishes its step and saves.
+    """
+    (home() / "locks").mkdir(parents=True, exist_ok=True)
+    lock = FileLock(home() / "locks" / f"{key}-trainer.lock")
     waited = False
-    with path.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not waited:
-                    log.info("%s is being trained by another process; waiting for it", key)
-                waited = True
-            if should_stop():
-                raise Stopped("stopped while waiting for another training of the same key")
-            time.sleep(0.5)
+    while True:
+        try:
+            lock.acquire(timeout=0.5 if waited else 0)
+            break
+        except Timeout:
+            if not waited:
+                log.info("%s is being trained by another process; waiting for it", key)
+            waited = True
+        if should_stop():
+            raise Stopped("stopped while waiting for another training of the same key")
+    try:
         yield waited
+    finally:
+        lock.release()

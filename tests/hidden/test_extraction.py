@@ -15,8 +15,9 @@ import torch
 from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
 
 from dflash.config import ExtractionConfig
+from dflash.corpus.bucketing import padded_runs
 from dflash.hidden import extraction, planning
-from dflash.hidden.extraction import batches, extract_shard, seal
+from dflash.hidden.extraction import extract_shard, seal
 from dflash.hidden.planning import ShardPlan, check_space, estimate, plan_shards
 from dflash.hidden.store import DAMAGED_MANIFEST, HiddenStates
 from dflash.keys import extraction_key
@@ -84,7 +85,7 @@ def test_a_row_longer_than_a_shard_has_one_of_its_own(verifier: PinnedVerifier) 
 
 def test_batches_are_bounded_by_their_padded_size() -> None:
     lengths = [2, 3, 3, 7, 8, 50]
-    found = batches(lengths, 16)
+    found = padded_runs(lengths, 16)
     assert [i for batch in found for i in batch] == list(range(6))
     assert [list(batch) for batch in found] == [[0, 1, 2], [3, 4], [5]]
     assert all(len(batch) * lengths[batch.stop - 1] <= 16 for batch in found[:2])
@@ -127,7 +128,6 @@ def test_the_artifact_says_what_training_needs_to_know(verifier: PinnedVerifier,
     assert states.info["target_layer_ids"] == [0, 2]
     assert states.info["num_target_layers"] == 4
     assert states.info["verifier"]["identity"] == verifier.identity
-    assert states.info["eos_ids"] == [2]
     weights = load_verifier(verifier).frozen_weights()
     assert states.frozen().keys() == weights.keys() == {"embed_tokens.weight", "norm.weight"}
     assert all(torch.equal(weight, weights[name]) for name, weight in states.frozen().items())
