@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A factory for speculative-decoding drafters. Recipes are the deployments of prefect.yaml.",
 )
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 160)
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo.")]
 Changes = Annotated[
@@ -100,7 +100,7 @@ def plan(recipe: RecipeName, changes: Changes = None, as_json: Json = False) -> 
     """
     with usage_errors():
         steps = planning.plan(recipes.load_recipe(recipe, changes or []))
-    table = Table("stage", "state", "reason", "fingerprint", "tokens", "bytes", title=f"plan of {recipe}")
+    table = _table("stage", "state", "reason", "fingerprint", "tokens", "bytes", title=f"plan of {recipe}")
     for step in steps:
         tokens = "" if step.tokens is None else f"{step.tokens:,}"
         table.add_row(step.stage, step.state, step.reason, step.fingerprint or "", tokens, _size(step.bytes))
@@ -117,11 +117,11 @@ def list_artifacts(
     as_json: Json = False,
 ) -> None:
     """List the artifacts: stage, fingerprint, size, age and what they were made from."""
-    table = Table("stage", "fingerprint", "size", "age", "inputs", title=str(manifests.home()))
+    table = _table("stage", "fingerprint", "size", "age", "inputs", title=str(manifests.home()))
     rows, damages = [], []
     for manifest in manifests.manifests():
         age = (datetime.now(UTC) - manifest.created).total_seconds()
-        inputs = ", ".join(f"{name} {value[:20]}" for name, value in manifest.inputs.items())
+        inputs = ", ".join(f"{name} {value[:32]}" for name, value in manifest.inputs.items())
         table.add_row(manifest.stage, manifest.key, _size(manifest.nbytes), _age(age), inputs)
         rows.append(
             {
@@ -180,7 +180,7 @@ def _show_result(record: "RunRecord", url: str | None) -> None:
     assert record.report
     assert record.drafter
     header, rows = terminal_rows(json.loads(Path(record.report).with_suffix(".json").read_text()))
-    table = Table(*header, title="acceptance length")
+    table = _table(*header, title="acceptance length")
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
@@ -195,6 +195,14 @@ def _show_result(record: "RunRecord", url: str | None) -> None:
         ("run page", page if url else f"{page} (after: dflash up)"),
     ):
         print(f"{name:<9}{text}")
+
+
+def _table(*header: str, title: str) -> Table:
+    """Only reasons and inputs may wrap: names are there to be copied."""
+    table = Table(title=title)
+    for name in header:
+        table.add_column(name, no_wrap=name not in ("reason", "inputs"), overflow="fold")
+    return table
 
 
 def _size(nbytes: int | None) -> str:
