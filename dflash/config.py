@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 
 PRACTICAL: dict[str, JsonValue] = {"identity": False}
 
+DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+
 Step = Literal[
     "generation", "tokenization", "extraction",
     "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
@@ -48,6 +50,7 @@ class VerifierConfig(Config):
     device: str = Field(
         "auto",
         title="Device",
+        pattern=DEVICE,
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.",
         json_schema_extra=PRACTICAL,
     )
@@ -63,7 +66,9 @@ class GenerationConfig(Config):
     max_prompt_tokens: int = Field(
         1024, title="Longest prompt", gt=0, description="In tokens; longer prompts are dropped and counted."
     )
-    max_new_tokens: int = Field(2048, title="Longest response", gt=0, description="In tokens; a longer one is cut.")
+    max_new_tokens: int = Field(
+        2048, title="Longest response", ge=2, description="In tokens; a longer one is cut. A block needs two."
+    )
     batch_size: int = Field(
         32, title="Batch size", gt=0, description="Prompts answered at once.", json_schema_extra=PRACTICAL
     )
@@ -171,7 +176,9 @@ class TrainingConfig(Config):
         200, title="Save every", gt=0, description="Steps between checkpoints.", json_schema_extra=PRACTICAL
     )
     log_every: int = Field(10, title="Log every", gt=0, description="Steps between rows.", json_schema_extra=PRACTICAL)
-    device: str = Field("auto", title="Device", description="auto, cpu, cuda or cuda:N.", json_schema_extra=PRACTICAL)
+    device: str = Field(
+        "auto", title="Device", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.", json_schema_extra=PRACTICAL
+    )
     tracking: Literal["auto", "online", "offline", "disabled"] = Field(
         "auto",
         title="W&B",
@@ -221,11 +228,16 @@ class Recipe(Config):
     evaluation: EvaluationConfig
 
     @model_validator(mode="after")
-    def _rows_can_hold_a_block(self) -> "Recipe":
+    def _rows_fit(self) -> "Recipe":
         if self.tokenization.max_length <= self.training.block_size:
             raise ValueError(
                 f"tokenization.max_length {self.tokenization.max_length} leaves no room for a block of "
                 f"{self.training.block_size}; raise it or lower training.block_size"
+            )
+        if self.training.max_tokens_per_batch < self.tokenization.max_length:
+            raise ValueError(
+                f"training.max_tokens_per_batch {self.training.max_tokens_per_batch} does not hold a row of "
+                f"tokenization.max_length {self.tokenization.max_length}; raise it or lower that"
             )
         return self
 

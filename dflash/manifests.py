@@ -105,8 +105,8 @@ class Key(BaseModel):
 
 def home() -> Path:
     """The data root: DFLASH_HOME, else a folder in the user's cache."""
-    if "DFLASH_HOME" in os.environ:
-        return Path(os.environ["DFLASH_HOME"]).expanduser().absolute()
+    if chosen := os.environ.get("DFLASH_HOME"):
+        return Path(chosen).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "dflash"
 
 

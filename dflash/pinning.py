@@ -92,12 +92,19 @@ def _ids(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"verifier.model: {path} is damaged ({error}); get the model again") from None
+
+
 def pin(config: VerifierConfig) -> PinnedVerifier:
     """Resolve and identify a verifier. Raises ValueError where the model cannot be found or is no causal LM folder."""
     folder = _folder(config)
     if not (folder / "config.json").exists():
         raise ValueError(f"verifier.model: {folder} holds no config.json; give a Transformers model folder")
-    settings = json.loads((folder / "config.json").read_text())
+    settings = _settings(folder / "config.json")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"verifier.model: {folder} holds no .safetensors weights; convert the model first")
@@ -106,7 +113,7 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         raise ValueError(f"verifier.model: {folder} holds no tokenizer; copy the model's tokenizer files there")
     kept = {name: value for name, value in settings.items() if name not in VOLATILE}
     generation = folder / "generation_config.json"
-    eos = _ids(json.loads(generation.read_text()).get("eos_token_id")) if generation.exists() else []
+    eos = _ids(_settings(generation).get("eos_token_id")) if generation.exists() else []
     parts = {
         "config": kept,
         "weights": {path.name: _file_hash(path) for path in weights},
@@ -114,6 +121,9 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         "eos": eos,  # where its answers end
     }
     text = settings.get("text_config", settings)
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        if name not in text:
+            raise ValueError(f"verifier.model: {folder / 'config.json'} has no {name}; is it a causal language model?")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return PinnedVerifier(
         name=config.model,

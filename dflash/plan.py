@@ -11,7 +11,8 @@ from typing import Literal
 from pydantic import BaseModel
 
 from dflash import keys
-from dflash.config import GenerationConfig, Recipe, Step, TokenizationConfig
+from dflash.config import GenerationConfig, Recipe, Step, TokenizationConfig, TrainingConfig
+from dflash.corpus.conversations import read_prompts
 from dflash.hidden.planning import estimate
 from dflash.manifests import Artifact, Damaged, Key, Manifest, find, manifests
 from dflash.pinning import PinnedVerifier, check_abilities, check_mask_token, pin, tap_layers
@@ -32,7 +33,16 @@ class PlannedStep(BaseModel):
 
 def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     """The pinned verifier and its tap layers; raises ValueError for what would otherwise fail after expensive work."""
-    keys.prompt_files([*recipe.generation.prompts, *recipe.evaluation.prompts])
+    for prompts, limit in (
+        (recipe.generation.prompts, recipe.generation.max_prompts),
+        (recipe.evaluation.prompts, recipe.evaluation.max_prompts),
+    ):
+        read_prompts([Path(path) for path, _ in keys.prompt_files(prompts)], limit=limit)
+    for device in (recipe.verifier.device, recipe.training.device):
+        if device.startswith("cuda"):
+            from dflash.devices import resolve_device  # loads torch: only where there is something to ask it
+
+            resolve_device(device)
     verifier = pin(recipe.verifier)
     check_mask_token(recipe.training, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)
@@ -88,7 +98,7 @@ def plan(recipe: Recipe) -> list[PlannedStep]:
         known,
         "training",
         lambda: keys.training_key(recipe.training, _made(training_states)),
-        tokens=tokens * recipe.training.epochs,
+        tokens=_training_tokens(recipe.training, tokens),
         nbytes=_drafter_bytes(recipe, verifier, len(taps)),
         waits_for=None if training_states else "extraction",
         stable=True,
@@ -187,6 +197,12 @@ def _tokens(artifact: Artifact | None, estimate: int) -> int:
         return estimate
     summary = artifact.summary
     return int(summary["tokens"]) + int(summary.get("prompt_tokens", 0))
+
+
+def _training_tokens(config: TrainingConfig, tokens: int) -> int:
+    """Epochs, or at most so many full batches."""
+    most = config.max_steps * config.accumulation * config.max_tokens_per_batch
+    return min(tokens * config.epochs, most or tokens * config.epochs)
 
 
 def _drafter_bytes(recipe: Recipe, verifier: PinnedVerifier, num_taps: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
@@ -190,10 +191,14 @@ def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:
 def load_verifier(pinned: PinnedVerifier) -> Verifier:
     """The model of a pinned folder, on its device."""
     device = resolve_device(pinned.device)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        pinned.path, dtype=getattr(torch, pinned.dtype), local_files_only=True
-    )
-    tokenizer = AutoTokenizer.from_pretrained(pinned.path, local_files_only=True)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            pinned.path, dtype=getattr(torch, pinned.dtype), local_files_only=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(pinned.path, local_files_only=True)
+    except (SafetensorError, ValueError, OSError, KeyError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(f"verifier.model: {pinned.path} cannot be loaded ({cause}); get the model again") from error
     eos_ids = {*pinned.special_ids["eos"], *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
     log.info("verifier %s on %s, end tokens %s", pinned, device, sorted(eos_ids))
     return Verifier(model.to(device), tokenizer, eos_ids=frozenset(eos_ids))

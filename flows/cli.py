@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from rich.table import Table
 
 from dflash import manifests
 from dflash import plan as planning
+from dflash.config import Recipe, Step
 from flows import recipes, server
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def usage_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         fail(str(error), code=2)
+    except OSError as error:
+        fail(f"{error}; is DFLASH_HOME={manifests.home()} a folder that can be written?", code=2)
 
 
 def fail(message: str, *, code: int) -> NoReturn:
@@ -65,31 +69,59 @@ def run(
     """Run a recipe in this process: only what is not cached yet is done. Needs no server; uses one that is up."""
     with usage_errors():
         settings = recipes.load_recipe(recipe, changes or [])
-        steps = recipes.check_steps(refresh or [])
+        stages = recipes.check_steps(refresh or [])
         planning.preflight(settings)
-        url = server.settle()
-    print(f"recipe {recipe} · data {manifests.home()} · {url or 'temporary Prefect server'}", file=sys.stderr)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
-    from flows.pipeline import pipeline  # imports Prefect, which reads its settings then
-    from flows.steps import CURRENT, RunRecord
+    signal.signal(signal.SIGTERM, _terminated)
+    record = None
+    code, message = 0, ""
+    try:
+        with usage_errors(), server.available() as url:
+            where = url or "temporary Prefect server"
+            print(f"recipe {recipe} · data {manifests.home()} · {where}", file=sys.stderr, flush=True)
+            from flows import steps  # imports Prefect, which reads its settings then
+
+            record = steps.RunRecord(recipe=recipe)
+            steps.CURRENT.set(record)
+            _run(recipe, settings, stages)
+    except (KeyboardInterrupt, Terminated) as stop:
+        code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
+        message = "interrupted; finished stages and checkpoints are kept, run again to continue"
+    except StageError as failure:
+        code, message = 1, str(failure)
+    if record and not code:
+        _show_result(record, url)
+    if record and as_json:
+        print(record.model_dump_json(exclude={"flow_run_id"}), flush=True)
+    if code:
+        fail(message, code=code)
+
+
+class StageError(Exception):
+    """A stage failed; the message is its cause."""
+
+
+class Terminated(BaseException):
+    """SIGTERM, raised where it arrives, as KeyboardInterrupt is for Ctrl-C."""
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise Terminated
+
+
+def _run(recipe: str, settings: Recipe, refresh: list[Step]) -> None:
+    """The flow in this process. Raises StageError for whatever went wrong in it."""
+    from flows.pipeline import pipeline
 
     _log_to_terminal()
-    record = RunRecord(recipe=recipe)
-    CURRENT.set(record)
     parameters = {name: getattr(settings, name) for name in type(settings).model_fields}
-    cause: BaseException | None = None
     try:
-        pipeline(**parameters, recipe=recipe, refresh=steps)
-    except Exception as error:  # everything that went wrong in a stage: said in the last line, with exit code 1
-        cause = error
-        if not isinstance(error, ValueError):
-            traceback.print_exc()
-    if not cause:
-        _show_result(record, url)
-    if as_json:
-        print(record.model_dump_json(exclude={"flow_run_id"}), flush=True)
-    if cause:
-        fail(str(cause) or type(cause).__name__, code=1)
+        pipeline(**parameters, recipe=recipe, refresh=refresh)
+    except (ValueError, AssertionError) as error:
+        raise StageError(str(error)) from error
+    except Exception as error:
+        traceback.print_exc()
+        raise StageError(str(error) or type(error).__name__) from error
 
 
 @app.command()
@@ -171,7 +203,9 @@ def _log_to_terminal() -> None:
     logger = logging.getLogger("dflash")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    logger.propagate = False
+    # what Prefect's engine says of a failure is in the UI; here the cause is said once, in the last line
+    for name in ("dflash", "prefect.flow_runs", "prefect.task_runs"):
+        logging.getLogger(name).propagate = False
 
 
 def _show_result(record: "RunRecord", url: str | None) -> None:

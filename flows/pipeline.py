@@ -46,7 +46,8 @@ def hidden_states(
     generate, tokenize, extract = names
     conversations = steps.run(generate, generation_task, generation, verifier)
     corpus = steps.run(tokenize, tokenization_task, tokenization, conversations, verifier)
-    plans = plan_extraction(extraction, corpus, verifier, step=extract)
+    with steps.watch(extract):
+        plans = plan_extraction(extraction, corpus, verifier, step=extract)
     shards = steps.run_all(extract, extract_shard, [(plan, extraction, corpus, verifier) for plan in plans])
     return steps.run(extract, seal_extraction, extraction, corpus, verifier, shards)
 

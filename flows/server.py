@@ -1,10 +1,9 @@
 """The Prefect server a run talks to: the one `dflash up` started, else a temporary one for this process.
 
 Both keep their database under the data root, so that a run made without a server is in the UI later. Importing this
-module does not import Prefect: `settle` must set the environment first.
+module does not import Prefect: `available` must set the environment first.
 """
 
-import json
 import logging
 import os
 import signal
@@ -12,10 +11,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from filelock import FileLock
 
 from dflash.manifests import home, write_atomically
 
@@ -32,7 +34,6 @@ def settings() -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(START_SECONDS),
         # one row per transaction is the default, and it keeps SQLite busy for half a minute after a run
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
@@ -48,39 +49,100 @@ def settings() -> dict[str, str]:
 
 
 def _address_file() -> Path:
-    return home() / "server.json"
+    return home() / "server.url"
 
 
 def running() -> str | None:
     """API address of a server that answers: PREFECT_API_URL, else the one that `dflash up` noted."""
-    url = os.environ.get("PREFECT_API_URL")
-    if not url and _address_file().exists():
-        url = json.loads(_address_file().read_text())["api_url"]
+    url = os.environ.get("PREFECT_API_URL") or _noted()
     return url if url and _answers(url) else None
+
+
+def _noted() -> str | None:
+    return _address_file().read_text() if _address_file().exists() else None
 
 
 def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=3) as response:
             return bool(response.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
+    except (OSError, ValueError):  # nobody there, or no address
         return False
 
 
-def settle() -> str | None:
-    """Point this process at a running server, or at a temporary one (None). Call before importing Prefect."""
+@contextmanager
+def available() -> Iterator[str | None]:
+    """Point this process at a running server (yields its API address) or at a temporary one (yields None).
+
+    Enter it before importing Prefect, which reads its settings then.
+    """
     os.environ.update(settings())
     asked, url = os.environ.get("PREFECT_API_URL"), running()
     if asked and not url:
         raise ValueError(f"PREFECT_API_URL={asked}: no server answers there; start it, or unset the variable")
     if url:
         os.environ["PREFECT_API_URL"] = url
-    return url
+        yield url
+        return
+    with temporary():
+        yield None
+
+
+@contextmanager
+def temporary() -> Iterator[str]:
+    """A server on a free local port, for as long as the block runs; PREFECT_API_URL points at it."""
+    port = _free_port()
+    os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{port}/api"
+    (home() / "prefect").mkdir(parents=True, exist_ok=True)
+    log_file = home() / "prefect" / "temporary-server.log"
+    with log_file.open("a") as output, FileLock(home() / "prefect" / "start.lock"):  # one at a time migrates
+        server = _start("server", "start", "--port", str(port), "--no-ui", environment=dict(os.environ), output=output)
+        try:
+            _wait(url, server, hint=f"see {log_file}")
+        except BaseException:
+            _end(server)
+            raise
+    try:
+        yield url
+    finally:
+        _drain_clients()
+        _end(server)
+        del os.environ["PREFECT_API_URL"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _drain_clients() -> None:
+    """Send what Prefect's own threads still hold, or they complain that the server is gone."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all()
+    EventsWorker.drain_all()
+
+
+def _start(
+    *arguments: str, environment: dict[str, str], output: IO[str] | None = None, folder: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A Prefect command that Ctrl-C does not reach (we stop it, in order) and that does not outlive this process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.guard", sys.executable, "-m", "prefect", *arguments],
+        env=environment,
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+    )
 
 
 def up(project: Path, *, host: str, port: int) -> int:
     """Server, work pool, deployments and worker in the foreground, until Ctrl-C or SIGTERM. Returns the exit code."""
-    if there := running():
+    if (there := _noted()) and _answers(there):
         raise ValueError(f"{there} is up already; stop that one first, or set DFLASH_HOME for another data root")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,18 +161,14 @@ def up(project: Path, *, host: str, port: int) -> int:
     def prefect(*arguments: str) -> list[str]:
         return [sys.executable, "-m", "prefect", *arguments]
 
-    def start(*arguments: str) -> subprocess.Popen[bytes]:
-        # in a session of its own: Ctrl-C reaches only this process, which then stops the others in order
-        return subprocess.Popen(prefect(*arguments), env=environment, cwd=project, start_new_session=True)
-
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, stop)
-    server = start("server", "start", "--host", host, "--port", str(port))
+    server = _start("server", "start", "--host", host, "--port", str(port), environment=environment, folder=project)
     worker = None
     try:
-        _wait(api_url, server)
+        _wait(api_url, server, hint="its message is above")
         for arguments in (
             ("work-pool", "create", POOL, "--type", "process", "--overwrite"),
             ("--no-prompt", "deploy", "--all"),
@@ -118,8 +176,8 @@ def up(project: Path, *, host: str, port: int) -> int:
             done = subprocess.run(prefect(*arguments), env=environment, cwd=project, capture_output=True, text=True)
             if done.returncode:
                 raise ValueError(f"prefect {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
-        worker = start("worker", "start", "--pool", POOL, "--type", "process")
-        write_atomically(_address_file(), json.dumps({"api_url": api_url}))
+        worker = _start("worker", "start", "--pool", POOL, "--type", "process", environment=environment, folder=project)
+        write_atomically(_address_file(), api_url)
         print(
             f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  Ctrl-C stops it\n", flush=True
         )
@@ -142,22 +200,24 @@ def up(project: Path, *, host: str, port: int) -> int:
         _end(server)
 
 
-def _wait(api_url: str, server: subprocess.Popen[bytes]) -> None:
+def _wait(api_url: str, server: subprocess.Popen[bytes], *, hint: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not _answers(api_url):
         if server.poll() is not None:
-            raise ValueError(f"the server ended with exit code {server.returncode}; its message is above")
+            raise ValueError(f"the server ended with exit code {server.returncode}; {hint}")
         if time.monotonic() > deadline:
             raise ValueError(f"the server did not answer within {START_SECONDS} s; try again when less else is running")
         time.sleep(0.3)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin
     for attempt in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
-            return
+            break
         os.killpg(process.pid, attempt)
         try:
             process.wait(timeout=15)
         except subprocess.TimeoutExpired:
             log.warning("process %d does not end; asking again", process.pid)
+    process.stdin.close()

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -57,12 +58,12 @@ class Steps:
         if step in self.refresh:
             task = task.with_options(refresh_cache=True)
         began, t0 = datetime.now(UTC), time.monotonic()
-        states = [task(*args, **kwargs, step=step, return_state=True) for args in calls]
+        with self.watch(step):
+            states = [task(*args, **kwargs, step=step, return_state=True) for args in calls]
+            failed = [state for state in states if not state.is_completed()]
+            if failed:
+                failed[0].result()  # raises
         seconds = time.monotonic() - t0
-        failed = [state for state in states if not state.is_completed()]
-        if failed:
-            self._remember(StepRecord(stage=step, state="failed", seconds=seconds))
-            failed[0].result()  # raises
         results = [state.result() for state in states]
         made = any(_was_made(state, result, began) for state, result in zip(states, results, strict=True))
         fingerprint = results[-1].key
@@ -70,6 +71,16 @@ class Steps:
             StepRecord(stage=step, state="ran" if made else "cached", seconds=seconds, fingerprint=fingerprint)
         )
         return results
+
+    @contextmanager
+    def watch(self, step: Step) -> Iterator[None]:
+        """Remembers the step as failed where what is done inside fails or is interrupted."""
+        t0 = time.monotonic()
+        try:
+            yield
+        except BaseException:
+            self._remember(StepRecord(stage=step, state="failed", seconds=time.monotonic() - t0))
+            raise
 
     def _remember(self, new: StepRecord) -> None:
         stages = self.record.stages

@@ -2,8 +2,6 @@
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,23 +40,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[str]:
     """A real server for the session; this process and its children talk to it."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}/api"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"],
-        env={**os.environ, "PREFECT_API_URL": url},
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        server._wait(url, process)
-        from prefect.events.worker import EventsWorker
+    with server.temporary() as url:
         from prefect.settings import PREFECT_API_URL, temporary_settings
 
-        os.environ["PREFECT_API_URL"] = url
         with temporary_settings({PREFECT_API_URL: url}):
             yield url
-            EventsWorker.drain_all()  # or it goes on asking for a server that is gone
-    finally:
-        os.environ.pop("PREFECT_API_URL", None)
-        server._end(process)

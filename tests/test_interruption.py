@@ -89,13 +89,62 @@ def test_killed_during_training_the_same_command_ends_with_bit_identical_weights
 
 
 def test_a_failed_run_says_why_in_its_last_line_and_exits_with_1(tmp_path: Path, prefect_server: str) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"question": "How many?"}\n{"question": \n')
-    command = Command(tmp_path, prefect_server, **{"generation.prompts": [str(prompts)]})
+    command = Command(tmp_path, prefect_server, **{"extraction.disk_quota_gb": 0.001})
     process = command.start()
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert err.strip().splitlines()[-1].startswith(f"error: {prompts}:2: malformed JSON")
-    assert json.loads(out.splitlines()[-1])["stages"] == [
-        {"stage": "generation", "state": "failed", "seconds": pytest.approx(0, abs=60), "fingerprint": None}
-    ]
+    assert "disk_quota_gb" in err.strip().splitlines()[-1]
+    assert err.strip().splitlines()[-1].startswith("error: ")
+    assert "Traceback" not in err
+    states = [(stage["stage"], stage["state"]) for stage in json.loads(out.splitlines()[-1])["stages"]]
+    assert states == [("generation", "ran"), ("tokenization", "ran"), ("extraction", "failed")]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_without_a_server_saves_a_checkpoint_and_leaves_nothing_running(
+    tmp_path: Path, prefect_server: str, number: int, code: int
+) -> None:
+    settings = {"training.max_steps": 3000, "training.save_every": 3, "training.epochs": 3000}
+    command = Command(tmp_path, prefect_server, **settings)
+    del command.environment["PREFECT_API_URL"]  # a temporary server of its own
+    process = command.start()
+    deadline = time.monotonic() + 300
+    while not list(tmp_path.glob("in_progress/training-*/step-*")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    # what a terminal's Ctrl-C reaches: the whole process group
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert err.strip().splitlines()[-1].startswith("error: interrupted; ")
+    assert json.loads(out.splitlines()[-1])["stages"][-1]["state"] == "failed"
+    assert list(tmp_path.glob("in_progress/training-*/step-*/checkpoint.json"))
+    assert not processes_of(tmp_path)
+
+
+def test_killed_without_warning_nothing_is_left_running(tmp_path: Path, prefect_server: str) -> None:
+    command = Command(tmp_path, prefect_server)
+    del command.environment["PREFECT_API_URL"]
+    process = command.start()
+    while not list(tmp_path.glob("artifacts/generation/*/manifest.json")):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while processes_of(tmp_path):
+        assert time.monotonic() < deadline, processes_of(tmp_path)
+        time.sleep(0.5)
+
+
+def processes_of(home: Path) -> list[str]:
+    """Command lines of living processes that use this data root."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"DFLASH_HOME={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue  # it ended meanwhile, or is not ours
+    return [line for line in found if line]

@@ -145,7 +145,7 @@ def test_interrupting_it_cancels_what_runs_and_stops_what_it_started(stack: Stac
     assert stack.process.wait(timeout=200) == 0, stack.log.read_text()
     for child in children:
         assert not Path(f"/proc/{child}").exists()
-    assert not (stack.root / "home" / "server.json").exists()
+    assert not (stack.root / "home" / "server.url").exists()
 
     # what the database says afterwards: nothing is left "Running" for ever
     code = (

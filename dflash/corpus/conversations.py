@@ -38,7 +38,9 @@ def _text(value: Any, what: str) -> str:
 
 def _messages(turns: Any) -> list[dict[str, str]]:
     """Role and content of each message, up to the last user turn: the answer after it is the verifier's to give."""
-    if not isinstance(turns, list) or not turns:
+    if not isinstance(turns, list):
+        raise ValueError(f"messages is a {type(turns).__name__}; give a list of messages that ends with a user turn")
+    if not turns:
         raise ValueError("the conversation is empty; give a list of messages that ends with a user turn")
     for turn in turns:
         role = turn.get("role") if isinstance(turn, dict) else None
@@ -62,9 +64,11 @@ def _user(text: Any, what: str) -> list[dict[str, str]]:
 def _parse(line: bytes, *, category: str, source: str) -> Prompt:
     """One line of a prompt file. Raises ValueError without the place; the caller knows it."""
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(f"malformed JSON ({error.msg}, column {error.colno}); give one JSON object per line") from None
+    except RecursionError:
+        raise ValueError("JSON nested too deeply; give one flat JSON object per line") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON {type(row).__name__}; give one JSON object per line")
     schema = next((name for name in SCHEMAS if name in row), None)

@@ -41,7 +41,8 @@ def tokenize(
     if rows.is_empty():
         raise ValueError(
             f"{source}: no supervised tokens at all: each of {served.height} rows has fewer than min_supervised "
-            f"{config.min_supervised} within max_length {config.max_length}; raise max_length or lower min_supervised"
+            f"{config.min_supervised} within max_length {config.max_length}; let the verifier answer longer "
+            "(generation.max_new_tokens) or raise tokenization.max_length"
         )
     rows = rows.with_columns(
         split=pl.Series([split_of(id, validation_share=config.validation_share) for id in rows["id"]])
