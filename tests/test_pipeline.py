@@ -212,9 +212,18 @@ def test_a_failing_stage_keeps_what_was_done_and_the_next_run_starts_there(
     assert "generation" not in following
 
 
-def test_bad_input_is_not_retried(runs: Runs, tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("")
-    with pytest.raises(ValueError, match="empty"):
-        runs(f"generation.prompts=['{empty}']")
+def test_bad_input_is_not_retried(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dflash.corpus import generation
+
+    attempts: list[int] = []
+    real = generation.generate
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        attempts.append(1)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "generate", counted)
+    with pytest.raises(ValueError, match="longer than max_prompt_tokens 1 .* raise it"):
+        runs("generation.max_prompt_tokens=1")
     assert runs.states("failed") == ["generation"]
+    assert attempts == [1]

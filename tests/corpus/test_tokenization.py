@@ -111,7 +111,7 @@ def test_a_larger_share_only_adds_to_validation():
 def test_no_supervised_tokens_at_all_is_refused(verifier: PinnedVerifier):
     conversations = served([([1, 2], [3]), ([1, 2], [])])
     with pytest.raises(
-        ValueError, match=r"conversations.parquet: no supervised tokens at all: each of 2 rows .*; raise"
+        ValueError, match=r"conversations.parquet: no supervised tokens at all: each of 2 rows .*; let the"
     ):
         tokenize(PLAIN, conversations, verifier)
     assert find(tokenization_key(PLAIN, conversations, verifier)) is None
