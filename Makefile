@@ -23,6 +23,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	! grep -rn '@@' README.md
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
