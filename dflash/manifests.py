@@ -126,11 +126,11 @@ def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """All of it or nothing, also after a power cut."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("w") as file:
-        file.write(text)
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

@@ -4,9 +4,9 @@ Knows prompts, batches and how to continue; not how a token is chosen (`verifier
 """
 
 import logging
-import os
 import shutil
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 
 import polars as pl
@@ -16,7 +16,7 @@ from dflash.config import GenerationConfig
 from dflash.corpus.chat import render_prompt
 from dflash.corpus.conversations import Prompt, canonical_json, read_prompts
 from dflash.keys import generation_key
-from dflash.manifests import Artifact, Progress, in_progress, publish, silent
+from dflash.manifests import Artifact, Progress, in_progress, publish, silent, write_atomically
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
 
@@ -107,16 +107,9 @@ def _answer(
             messages = canonical_json([*prompt.messages, {"role": "assistant", "content": answer}])
             rows.append((prompt.id, prompt.category, messages, ids, response.ids, response.finish_reason))
             tokens += len(response.ids)
-        _write_whole(pl.DataFrame(rows, schema=SCHEMA, orient="row"), folder / f"batch-{num_files:05d}.parquet")
+        parquet = BytesIO()
+        pl.DataFrame(rows, schema=SCHEMA, orient="row").write_parquet(parquet)
+        # whole or not at all: what a killed run leaves behind is trusted by the next
+        write_atomically(folder / f"batch-{num_files:05d}.parquet", parquet.getvalue())
         num_files += 1
         progress(len(answered) + start + len(batch), len(prompts), f"{tokens:,} tokens")
-
-
-def _write_whole(rows: pl.DataFrame, path: Path) -> None:
-    """All of the file or nothing: what a killed run leaves behind is trusted by the next."""
-    aside = path.with_name(f".{path.name}")
-    with aside.open("wb") as file:
-        rows.write_parquet(file)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)

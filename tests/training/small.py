@@ -10,20 +10,10 @@ from safetensors.torch import save_file
 from dflash.config import TrainingConfig
 from dflash.hidden.store import Row, RowStates, write_shard
 from dflash.manifests import Artifact, Key, publish
+from tests.drafter.small import VERIFIER
 
-VOCAB, HIDDEN, TAPS, MASK = 61, 24, 2, 60
-VERIFIER = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 40,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-}
+VOCAB, HIDDEN = VERIFIER["vocab_size"], VERIFIER["hidden_size"]
+TAPS, MASK = 2, 60
 
 
 def make_row(length: int, *, prompt: int, generator: torch.Generator) -> RowStates:
