@@ -11,6 +11,7 @@ install: $(VENV)/installed
 # constraints.txt pins what was tested; in particular torch to a version with a CPU build
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || python3 -m venv $(VENV)
+	@echo "installing into $(VENV); about a minute"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,gguf]'
 	touch $@
 

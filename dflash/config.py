@@ -142,7 +142,7 @@ class TrainingConfig(Config):
         description="decay: exp(-(k-1)/gamma). dpace: arXiv 2605.18810. uniform: every slot counts the same.",
     )
     gamma: float = Field(
-        10.0, title="Gamma", gt=0, description="Decay of the slot weights, in slots: 10 for trees, 7 in the paper."
+        10.0, title="Gamma", gt=0, description="Of slot weights decay, in slots: 10 for trees, 7 in the paper."
     )
     dpace_alpha: float = Field(0.5, title="D-PACE alpha", ge=0, le=1, description="Smoothing of D-PACE's confidences.")
     noise_std: float = Field(

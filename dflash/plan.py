@@ -177,6 +177,8 @@ def _why(key: Key, known: Iterable[Manifest]) -> str:
     if not reasons:
         return "never made"
     closest = min(reasons, key=len)
+    if len(closest) > 3:
+        return "nothing like it was made yet"
     return ", ".join(closest) if closest else "deleted"
 
 

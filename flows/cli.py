@@ -36,7 +36,7 @@ out = Console(width=None if sys.stdout.isatty() else 160)
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo.")]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.gamma=7. Repeatable."),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.epochs=3. Repeatable."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of the output one JSON object.")]
 
@@ -73,6 +73,7 @@ def run(
         planning.preflight(settings)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     signal.signal(signal.SIGTERM, _terminated)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script's background job ignores it
     record = None
     code, message = 0, ""
     try:
@@ -175,6 +176,8 @@ def list_artifacts(
         print(json.dumps({"artifacts": rows}), flush=True)
     if damages:
         fail("; ".join(damages), code=1)
+    if check:
+        print(f"all {len(rows)} artifacts are whole", file=sys.stderr)
 
 
 @app.command()

@@ -27,10 +27,11 @@ from tasks.verifier import pin_verifier
 
 
 def run_name() -> str:
-    """`pipeline · demo · g10 · 2026-11-30`"""
+    """`pipeline · qwen3-8b-ddtree · g10 · 2026-11-30`"""
     given = runtime.flow_run.parameters
-    gamma = TrainingConfig.model_validate(given["training"]).gamma
-    return f"pipeline · {given['recipe']} · g{gamma:g} · {date.today()}"
+    training = TrainingConfig.model_validate(given["training"])
+    weights = f"g{training.gamma:g}" if training.slot_weights == "decay" else training.slot_weights
+    return f"pipeline · {given['recipe']} · {weights} · {date.today()}"
 
 
 def hidden_states(

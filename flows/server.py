@@ -164,11 +164,18 @@ def up(project: Path, *, host: str, port: int) -> int:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, stop)
-    server = _start("server", "start", "--host", host, "--port", str(port), environment=environment, folder=project)
+    for number in (signal.SIGTERM, signal.SIGINT):  # also where a script's background job ignores Ctrl-C
+        signal.signal(number, stop)
+    log_file = home() / "prefect" / "up.log"
+
+    def start(*arguments: str) -> subprocess.Popen[bytes]:
+        with log_file.open("a") as output:  # what server and worker say of themselves
+            return _start(*arguments, environment=environment, output=output, folder=project)
+
+    server = start("server", "start", "--host", host, "--port", str(port))
     worker = None
     try:
-        _wait(api_url, server, hint="its message is above")
+        _wait(api_url, server, hint=f"see {log_file}")
         for arguments in (
             ("work-pool", "create", POOL, "--type", "process", "--overwrite"),
             ("--no-prompt", "deploy", "--all"),
@@ -176,15 +183,17 @@ def up(project: Path, *, host: str, port: int) -> int:
             done = subprocess.run(prefect(*arguments), env=environment, cwd=project, capture_output=True, text=True)
             if done.returncode:
                 raise ValueError(f"prefect {' '.join(arguments)}: {done.stdout[-1000:]} {done.stderr[-1000:]}")
-        worker = _start("worker", "start", "--pool", POOL, "--type", "process", environment=environment, folder=project)
+        worker = start("worker", "start", "--pool", POOL, "--type", "process")
         write_atomically(_address_file(), api_url)
         print(
-            f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  Ctrl-C stops it\n", flush=True
+            f"\n  Prefect UI  {api_url.removesuffix('/api')}\n  data        {home()}\n  log         {log_file}\n"
+            "  Ctrl-C stops it\n",
+            flush=True,
         )
         while server.poll() is None and worker.poll() is None:
             time.sleep(1)
         name, code = ("server", server.returncode) if server.poll() is not None else ("worker", worker.returncode)
-        print(f"error: the {name} ended by itself with exit code {code}", file=sys.stderr)
+        print(f"error: the {name} ended by itself with exit code {code}; see {log_file}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopping; running stages save their work first …", flush=True)
@@ -198,6 +207,7 @@ def up(project: Path, *, host: str, port: int) -> int:
                 subprocess.run([sys.executable, "-m", "flows.drain", POOL, str(DRAIN_SECONDS)], env=environment)
             _end(worker)
         _end(server)
+        print("stopped", flush=True)
 
 
 def _wait(api_url: str, server: subprocess.Popen[bytes], *, hint: str) -> None:

@@ -99,7 +99,7 @@ def test_the_form_shows_names_defaults_and_descriptions(stack: Stack) -> None:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         page = browser.new_page(viewport={"width": 1400, "height": 1600})
         page.goto(f"{stack.url}/v2/deployments/deployment/{stack.deployment('demo')['id']}/run")
-        for text in ("Gamma", "Decay of the slot weights", "Tree budgets", "Mask token id", "Drafter layers"):
+        for text in ("Gamma", "Of slot weights decay", "Tree budgets", "Mask token id", "Drafter layers"):
             expect(page.get_by_text(re.compile(text)).first).to_be_visible(timeout=60_000)
         page.screenshot(path=stack.root / "form.png", full_page=True)
         browser.close()
@@ -117,7 +117,7 @@ def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_
     run = stack.api(f"deployments/{demo['id']}/create_flow_run", {"parameters": {**demo["parameters"], **sections}})
     finished = stack.wait(run["id"], "Completed", "Failed", "Crashed")
     assert finished["state_name"] == "Completed", finished["state"]["message"]
-    assert finished["name"].startswith("pipeline · demo · g10 · ")
+    assert finished["name"].startswith("pipeline · demo · dpace · ")
     artifacts = stack.api("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
     assert {"pipeline-result", "evaluation", "progress-training"} <= {artifact["key"] for artifact in artifacts}
 

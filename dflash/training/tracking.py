@@ -33,7 +33,7 @@ def tracked_run(
     import wandb  # takes a second to load, and disabled runs do without
 
     (home() / "wandb").mkdir(parents=True, exist_ok=True)
-    with wandb.init(
+    run = wandb.init(
         id=run_id,
         resume="allow",
         project=project,
@@ -42,7 +42,12 @@ def tracked_run(
         mode=cast(Any, mode),
         dir=home(),
         settings=wandb.Settings(console="off", silent=True),
-    ) as run:
-        run.define_metric(STEP)
-        run.define_metric("*", step_metric=STEP)
+    )
+    run.define_metric(STEP)
+    run.define_metric("*", step_metric=STEP)
+    try:
         yield run.log
+    except BaseException:  # not `with run`: that prints a traceback for every interruption
+        run.finish(exit_code=1)
+        raise
+    run.finish()
