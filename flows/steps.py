@@ -1,6 +1,5 @@
 """The steps of a run: each is called, timed and remembered, so that a run can say which were cached and which ran."""
 
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,6 @@ from pydantic import BaseModel
 
 from dflash.config import Step
 from dflash.manifests import load_manifest
-
-log = logging.getLogger("dflash.flows")
 
 
 class StepRecord(BaseModel):

@@ -8,7 +8,6 @@ T tokens, F features (taps x hidden size)
 """
 
 import json
-import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -24,8 +23,6 @@ from safetensors.torch import load_file
 from zarr.codecs import Crc32cCodec
 
 from dflash.manifests import MANIFEST, Damaged, Manifest, load_manifest, verify
-
-log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 2 * 2**20
 SHARD_FILE_BYTES = 256 * 2**20
