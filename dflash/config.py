@@ -4,6 +4,7 @@ Knows nothing of files, models or Prefect. A field marked `PRACTICAL` changes ho
 ids or weights that come out: it is no part of an artifact's key.
 """
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
@@ -54,24 +55,125 @@ class VerifierConfig(Config):
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.",
         json_schema_extra=PRACTICAL,
     )
+    thinking: Literal["default", "on", "off"] = Field(
+        "default", title="Thinking", description="The template's enable_thinking, as the verifier will be served."
+    )
+    system_prompt: str = Field(
+        "", title="System prompt", description="Put before conversations that have none of their own."
+    )
+    template: str = Field(
+        "", title="Chat template", description="A Jinja file to use instead of the verifier's own template."
+    )
+    template_options: dict[str, JsonValue] = Field(
+        default_factory=dict, title="Template options", description="Further variables that the template knows."
+    )
+
+
+class SourceConfig(Config):
+    """One source of conversations. In a recipe, a plain text stands for its path."""
+
+    path: str = Field(
+        title="Source",
+        min_length=1,
+        description="A file, folder or glob of .jsonl, .json or .parquet (also .gz, .zst), bundled:NAME, or "
+        "hub:OWNER/NAME for a Hugging Face dataset.",
+    )
+    category: str = Field("", title="Category", description="Of all its rows; empty: each row's own, else the file's.")
+    limit: int = Field(0, title="Most rows", ge=0, description="Use only the first N usable rows; 0 uses all.")
+    weight: float = Field(
+        0, title="Weight", ge=0, description="Share of the mix, relative to the other weighted sources; 0 uses all rows."
+    )
+    answers: Literal["generate", "keep"] = Field(
+        "generate", title="Answers", description="generate: by the verifier. keep: the data's, if already on-policy."
+    )
+    subset: str = Field("", title="Subset", description="Configuration of a hub dataset.")
+    split: str = Field("train", title="Split", description="Split of a hub dataset.")
+    revision: str = Field("main", title="Revision", description="Of a hub dataset; pinned when it is read.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_path(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
 class GenerationConfig(Config):
-    """On-policy answers: the verifier responds to the prompts greedily; its token ids are kept as they were served."""
+    """On-policy answers: the verifier responds to every user turn; its token ids are kept as they were served."""
 
-    prompts: list[str] = Field(
-        title="Prompts", min_length=1, description="JSONL files (messages, prompt, question or turns), or bundled:NAME."
-    )
+    prompts: list[SourceConfig] = Field(title="Prompts", min_length=1, description="Where conversations come from.")
     max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
+    deduplicate: Literal["near", "exact", "off"] = Field(
+        "near", title="Duplicates", description="near: equal but for case, spaces and Unicode form. exact: equal."
+    )
+    decontaminate: bool = Field(
+        True,
+        title="Decontaminate",
+        description="Drop training prompts that share 13 words in a row with an evaluation prompt.",
+    )
+    max_dropped_share: float = Field(
+        0.2,
+        title="Most dropped",
+        ge=0,
+        le=1,
+        description="Fail where a larger share of rows is unusable (duplicates and rows not drawn do not count).",
+        json_schema_extra=PRACTICAL,
+    )
     max_prompt_tokens: int = Field(
         1024, title="Longest prompt", gt=0, description="In tokens; longer prompts are dropped and counted."
     )
     max_new_tokens: int = Field(
         2048, title="Longest response", ge=2, description="In tokens; a longer one is cut. A block needs two."
     )
+    temperature: float = Field(0.0, title="Temperature", ge=0, description="0: greedy.")
+    top_p: float = Field(1.0, title="Top p", gt=0, le=1, description="Of sampling: the most likely tokens of this mass.")
+    seed: int = Field(0, title="Seed", ge=0, description="Of sampling: same seed, same answers.")
+    backend: Literal["transformers", "openai"] = Field(
+        "transformers", title="Back end", description="openai: a server such as vLLM or SGLang that serves the verifier."
+    )
+    base_url: str = Field(
+        "",
+        title="Server",
+        description="Of back end openai, for example http://127.0.0.1:8000/v1. Its key, if any: OPENAI_API_KEY.",
+        json_schema_extra=PRACTICAL,
+    )
+    server_model: str = Field(
+        "", title="Served name", description="Empty: the one model the server lists.", json_schema_extra=PRACTICAL
+    )
+    concurrency: int = Field(
+        64, title="Concurrency", gt=0, description="Requests to the server at once.", json_schema_extra=PRACTICAL
+    )
+    request_seconds: float = Field(
+        600, title="Deadline", gt=0, description="Seconds for one answer, retries included.", json_schema_extra=PRACTICAL
+    )
+    devices: list[str] = Field(
+        default_factory=list,
+        title="Devices",
+        description="One process each, for example cuda:0, cuda:1; empty: this process, on verifier.device.",
+        json_schema_extra=PRACTICAL,
+    )
     batch_size: int = Field(
         32, title="Batch size", gt=0, description="Prompts answered at once.", json_schema_extra=PRACTICAL
     )
+    chunk_prompts: int = Field(
+        512,
+        title="Prompts per chunk",
+        gt=0,
+        description="A chunk is the unit of retry and reuse; larger where there would be too many.",
+        json_schema_extra=PRACTICAL,
+    )
+
+    @field_validator("devices")
+    @classmethod
+    def _known_devices(cls, devices: list[str]) -> list[str]:
+        for device in devices:
+            if not re.match(DEVICE, device):
+                raise ValueError(f"device {device!r} is unknown; expected auto, cpu, cuda or cuda:N")
+        return devices
+
+    @model_validator(mode="after")
+    def _server_is_named(self) -> "GenerationConfig":
+        if self.backend == "openai" and not self.base_url:
+            raise ValueError("back end openai needs base_url, for example http://127.0.0.1:8000/v1")
+        return self
 
 
 class TokenizationConfig(Config):
@@ -81,10 +183,45 @@ class TokenizationConfig(Config):
     min_supervised: int = Field(
         2, title="Fewest supervised tokens", ge=1, description="Rows with fewer are dropped and counted."
     )
+    turns: Literal["merge", "each", "last"] = Field(
+        "merge",
+        title="Turns",
+        description="merge: one row per conversation, or per answer where the template rewrites earlier turns. "
+        "each: one row per answer. last: only the last answer.",
+    )
+    mask_empty_thinking: bool = Field(
+        True, title="Mask empty thinking", description="Do not train on empty think blocks that a template inserts."
+    )
+    max_dropped_share: float = Field(
+        0.2,
+        title="Most dropped",
+        ge=0,
+        le=1,
+        description="Fail where a larger share of conversations is dropped.",
+        json_schema_extra=PRACTICAL,
+    )
     validation_share: float = Field(
         0.02, title="Validation share", ge=0, lt=1, description="Share of conversations held out, chosen by their hash."
     )
     num_buckets: int = Field(6, title="Length buckets", ge=1, le=64, description="Classes of similar length.")
+    bucketing: Literal["optimal", "quantile"] = Field(
+        "optimal", title="Bucketing", description="optimal: least padding. quantile: equally many rows each."
+    )
+    edges: list[int] = Field(
+        default_factory=list,
+        title="Bucket edges",
+        description="Longest row of each bucket but the last; given, they replace num_buckets and bucketing.",
+    )
+    workers: int = Field(
+        0, title="Workers", ge=0, description="Processes that tokenize; 0: one per core.", json_schema_extra=PRACTICAL
+    )
+
+    @field_validator("edges")
+    @classmethod
+    def _ascending(cls, edges: list[int]) -> list[int]:
+        if edges != sorted(set(edges)) or any(edge < 1 for edge in edges):
+            raise ValueError(f"edges must be positive, distinct and ascending, got {edges}")
+        return edges
 
 
 class ExtractionConfig(Config):
@@ -196,9 +333,7 @@ class TrainingConfig(Config):
 class EvaluationConfig(Config):
     """Acceptance length of chain and trees, by replay, cross-checked by live decoding."""
 
-    prompts: list[str] = Field(
-        title="Prompts", min_length=1, description="JSONL files with a category per row, or bundled:NAME."
-    )
+    prompts: list[SourceConfig] = Field(title="Prompts", min_length=1, description="The report has a row per category.")
     max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
     max_prompt_tokens: int = Field(1024, title="Longest prompt", gt=0, description="In tokens; longer are dropped.")
     max_new_tokens: int = Field(2048, title="Longest response", gt=0, description="In tokens; a longer one is cut.")
@@ -215,6 +350,14 @@ class EvaluationConfig(Config):
         if budgets != sorted(set(budgets)) or budgets[0] < 1:
             raise ValueError(f"budgets must be positive, distinct and ascending, got {budgets}")
         return budgets
+
+    @field_validator("prompts")
+    @classmethod
+    def _on_policy(cls, prompts: list[SourceConfig]) -> list[SourceConfig]:
+        for source in prompts:
+            if source.answers != "generate":
+                raise ValueError(f"{source.path}: replay needs the verifier's own answers; set answers to generate")
+        return prompts
 
 
 class Recipe(Config):
@@ -242,11 +385,14 @@ class Recipe(Config):
         return self
 
     def evaluation_generation(self) -> GenerationConfig:
-        """How the evaluation set is answered: as the training prompts are, with the evaluation's own limits."""
-        shared = self.evaluation.model_dump(include={"prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens"})
-        return self.generation.model_copy(update=shared)
+        """How the evaluation set is answered: as the training prompts are, greedily, with the evaluation's own limits."""
+        names = ("prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens")
+        own = {name: getattr(self.evaluation, name) for name in names}
+        return self.generation.model_copy(update=own | {"temperature": 0.0, "decontaminate": False})
 
     def evaluation_tokenization(self) -> TokenizationConfig:
-        """Rows of the evaluation set are neither truncated nor split."""
+        """Rows of the evaluation set are neither truncated nor split, and each holds one answer."""
         longest = self.evaluation.max_prompt_tokens + self.evaluation.max_new_tokens
-        return TokenizationConfig(max_length=longest, min_supervised=1, validation_share=0, num_buckets=1)
+        return TokenizationConfig(
+            max_length=longest, min_supervised=1, turns="each", validation_share=0, num_buckets=1
+        )

@@ -5,36 +5,70 @@ number in RECIPES when its output would change (`tests/test_recipes.py` fails wh
 """
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
-from dflash.bundled import resolve
-from dflash.config import EvaluationConfig, ExtractionConfig, GenerationConfig, TokenizationConfig, TrainingConfig
-from dflash.manifests import Artifact, Key, file_sha256
+from dflash.config import (
+    EvaluationConfig,
+    ExtractionConfig,
+    GenerationConfig,
+    SourceConfig,
+    TokenizationConfig,
+    TrainingConfig,
+)
+from dflash.inputs import identity_of
+from dflash.manifests import Artifact, Key, text_sha256
 from dflash.pinning import PinnedVerifier
 
-RECIPES = {"generation": 1, "tokenization": 1, "extraction": 1, "training": 1, "evaluation": 1}
+RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 1, "training": 1, "evaluation": 1}
+
+SELECTION = ("max_prompts", "deduplicate", "decontaminate")
+ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")
+SAMPLING = ("top_p", "seed")
 
 
-def prompt_files(names: Sequence[str]) -> list[tuple[str, str]]:
-    """(path, content hash) of each prompt file. Raises ValueError naming a file that is not there."""
-    found = []
-    for name in names:
-        path = resolve(name)
-        if not path.is_file():
-            raise ValueError(f"{path}: no such prompt file; give a JSONL file or bundled:NAME")
-        found.append((str(path), file_sha256(path)))
-    return found
+def prompts_key(config: GenerationConfig, contaminants: Sequence[SourceConfig] = ()) -> Key:
+    """`contaminants` are the sources of the evaluation sets. Raises ValueError for a source that is not there."""
+    identity = config.identity()
+    selection = {name: identity[name] for name in SELECTION}
+    selection["sources"] = [
+        {name: value for name, value in source.items() if name in ("category", "limit", "weight", "answers")}
+        for source in identity["prompts"]
+    ]
+    inputs = {f"prompts[{i}]": identity_of(source) for i, source in enumerate(config.prompts)}
+    if config.decontaminate:
+        inputs |= {f"contaminants[{i}]": identity_of(source) for i, source in enumerate(contaminants)}
+    return Key(stage="prompts", recipe=RECIPES["prompts"], config=selection, inputs=inputs)
 
 
-def generation_key(config: GenerationConfig, verifier: PinnedVerifier) -> Key:
-    files = prompt_files(config.prompts)
+def _answering(config: GenerationConfig) -> dict[str, Any]:
+    names = ANSWERING if config.temperature == 0 else ANSWERING + SAMPLING
+    return {name: getattr(config, name) for name in names}
+
+
+def _answered_by(verifier: PinnedVerifier) -> dict[str, str]:
+    return {
+        "verifier": verifier.identity,
+        "verifier.dtype": verifier.dtype,
+        "verifier.chat": verifier.tokenizer_identity,
+    }
+
+
+def chunk_key(config: GenerationConfig, ids: Sequence[str], verifier: PinnedVerifier) -> Key:
+    """Of the answers to the conversations with these ids, whatever artifact they are part of."""
     return Key(
         stage="generation",
         recipe=RECIPES["generation"],
-        config={name: value for name, value in config.identity().items() if name != "prompts"},
-        # the stem, because it is the category of rows that name none
-        inputs={f"prompts[{i}]": f"{Path(path).stem}:{digest}" for i, (path, digest) in enumerate(files)}
-        | {"verifier": verifier.identity, "verifier.dtype": verifier.dtype},
+        config=_answering(config) | {"chunk": len(ids)},
+        inputs={"conversations": text_sha256("\n".join(ids))} | _answered_by(verifier),
+    )
+
+
+def generation_key(config: GenerationConfig, prompts: Artifact, verifier: PinnedVerifier) -> Key:
+    return Key(
+        stage="generation",
+        recipe=RECIPES["generation"],
+        config=_answering(config),
+        inputs={"prompts": prompts.identity} | _answered_by(verifier),
     )
 
 

@@ -122,6 +122,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def remembered_sha256(path: Path) -> str:
+    """Content hash, remembered by (size, time stamp) beside the data: hashing 16 GB on every run would be felt."""
+    stat = path.stat()
+    memo = home() / "pins" / f"{text_sha256(str(path.absolute()))[:16]}-{stat.st_size}-{stat.st_mtime_ns}"
+    if memo.exists():
+        return memo.read_text()
+    digest = file_sha256(path)
+    memo.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(memo, digest)
+    return digest
+
+
 def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -9,11 +9,11 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dflash.bundled import resolve
 from dflash.config import TrainingConfig, VerifierConfig
-from dflash.manifests import file_sha256, home, text_sha256, write_atomically
+from dflash.manifests import home, remembered_sha256
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +24,20 @@ TOKENIZER_FILES = (
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
+class ChatOptions(BaseModel):
+    """How conversations become text for a verifier: its template, or another one, and the template's variables."""
+
+    model_config = ConfigDict(frozen=True)
+    template: str | None = Field(None, description="The Jinja text that replaces the verifier's own template.")
+    system_prompt: str = ""
+    variables: dict[str, JsonValue] = Field(default_factory=dict, description="enable_thinking among them.")
+
+
 class PinnedVerifier(BaseModel):
-    """A verifier on disk. Two of equal `identity` have the same weights, configuration, tokenizer and chat template."""
+    """A verifier on disk. Two of equal `identity` have the same weights, configuration, tokenizer and chat template.
+
+    `tokenizer_identity` covers tokenizer, template and chat options: what decides the ids of a conversation.
+    """
 
     model_config = ConfigDict(frozen=True)
     name: str
@@ -39,22 +51,12 @@ class PinnedVerifier(BaseModel):
     rope_type: str
     hidden_size: int
     vocab_size: int
+    max_positions: int | None
     special_ids: dict[str, list[int]]
+    chat: ChatOptions = ChatOptions()
 
     def __str__(self) -> str:
         return f"{self.name} ({self.identity[:8]}, {self.dtype})"
-
-
-def _file_hash(path: Path) -> str:
-    """Content hash, remembered by (size, time stamp) beside the data: hashing 16 GB on every run would be felt."""
-    stat = path.stat()
-    memo = home() / "pins" / f"{text_sha256(str(path.absolute()))[:16]}-{stat.st_size}-{stat.st_mtime_ns}"
-    if memo.exists():
-        return memo.read_text()
-    digest = file_sha256(path)
-    memo.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(memo, digest)
-    return digest
 
 
 def _folder(config: VerifierConfig) -> Path:
@@ -64,7 +66,7 @@ def _folder(config: VerifierConfig) -> Path:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"verifier.model: {path} does not exist; give the path of a .gguf file")
-        converted = home() / "verifiers" / f"{path.stem}-{_file_hash(path)[:12]}"
+        converted = home() / "verifiers" / f"{path.stem}-{remembered_sha256(path)[:12]}"
         if not (converted / "config.json").exists():
             from dflash.gguf import convert_gguf  # heavy, and needed once per file
 
@@ -108,7 +110,7 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"verifier.model: {folder} holds no .safetensors weights; convert the model first")
-    tokenizer = {name: _file_hash(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
+    tokenizer = {name: remembered_sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
     if not tokenizer:
         raise ValueError(f"verifier.model: {folder} holds no tokenizer; copy the model's tokenizer files there")
     kept = {name: value for name, value in settings.items() if name not in VOLATILE}
@@ -116,7 +118,7 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
     eos = _ids(_settings(generation).get("eos_token_id")) if generation.exists() else []
     parts = {
         "config": kept,
-        "weights": {path.name: _file_hash(path) for path in weights},
+        "weights": {path.name: remembered_sha256(path) for path in weights},
         "tokenizer": tokenizer,
         "eos": eos,  # where its answers end
     }
@@ -124,12 +126,15 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if name not in text:
             raise ValueError(f"verifier.model: {folder / 'config.json'} has no {name}; is it a causal language model?")
+    chat = _chat_options(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return PinnedVerifier(
         name=config.model,
         path=str(folder.absolute()),
         identity=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
-        tokenizer_identity=hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest()[:16],
+        tokenizer_identity=hashlib.sha256(
+            json.dumps({"tokenizer": tokenizer, "chat": chat.model_dump()}, sort_keys=True).encode()
+        ).hexdigest()[:16],
         dtype=config.dtype,
         device=config.device,
         num_layers=text["num_hidden_layers"],
@@ -137,11 +142,26 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         rope_type=rope.get("rope_type", rope.get("type", "default")),
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
+        max_positions=text.get("max_position_embeddings"),
         special_ids={
             "eos": sorted({*_ids(text.get("eos_token_id")), *eos}),
             "pad": _ids(text.get("pad_token_id")),
             "bos": _ids(text.get("bos_token_id")),
         },
+        chat=chat,
+    )
+
+
+def _chat_options(config: VerifierConfig) -> ChatOptions:
+    template = None
+    if config.template:
+        path = Path(config.template).expanduser()
+        if not path.is_file():
+            raise ValueError(f"verifier.template: {path} does not exist; give the path of a Jinja file")
+        template = path.read_text()
+    thinking = {} if config.thinking == "default" else {"enable_thinking": config.thinking == "on"}
+    return ChatOptions(
+        template=template, system_prompt=config.system_prompt, variables=dict(config.template_options) | thinking
     )
 
 

@@ -9,7 +9,6 @@ import inspect
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils import logging as transformers_logging
 
+from dflash.corpus.records import Response
 from dflash.devices import resolve_device
 from dflash.pinning import PinnedVerifier
 
@@ -24,14 +24,6 @@ log = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()
 
 LOGITS_AT_ONCE = 2**26  # elements; 128 MiB in bfloat16
-
-
-@dataclass(frozen=True)
-class Response:
-    """A greedy answer: its token ids (the end token included) and `stop` (ended by itself) or `length` (cut)."""
-
-    ids: list[int]
-    finish_reason: str
 
 
 class Verifier:

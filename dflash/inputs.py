@@ -1,0 +1,94 @@
+"""Which files a source of conversations names, and what identifies their content. Reads no row.
+
+A file, a folder or a glob of conversation files, a bundled sample, or a Hugging Face dataset (`hub:OWNER/NAME`).
+"""
+
+import glob
+from pathlib import Path
+
+from dflash.bundled import resolve
+from dflash.config import SourceConfig
+from dflash.manifests import remembered_sha256
+
+HUB = "hub:"
+FORMATS = (".jsonl", ".ndjson", ".json", ".parquet")
+COMPRESSIONS = (".gz", ".zst")
+
+
+def format_of(path: Path) -> str:
+    """The format by the file's name, `.jsonl`, `.json` or `.parquet`. Raises ValueError for another one."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSIONS:
+        suffixes.pop()
+    suffix = suffixes[-1] if suffixes else ""
+    if suffix not in FORMATS:
+        raise ValueError(
+            f"{path}: unknown kind of file; expected {', '.join(FORMATS)}, maybe with {' or '.join(COMPRESSIONS)}"
+        )
+    return ".jsonl" if suffix == ".ndjson" else suffix
+
+
+def category_of(path: Path) -> str:
+    """The category of rows that name none: the file's name without its endings."""
+    return path.name.partition(".")[0] or path.name
+
+
+def files_of(source: SourceConfig) -> list[Path]:
+    """The files of a source that is no hub dataset, sorted. Raises ValueError where there are none, or one is unusable."""
+    if any(character in source.path for character in "*?["):
+        found = [Path(name) for name in sorted(glob.glob(str(Path(source.path).expanduser()), recursive=True))]
+        files = [path for path in found if path.is_file()]
+        if not files:
+            raise ValueError(f"{source.path}: no file matches this pattern")
+    else:
+        path = resolve(source.path)
+        if path.is_dir():
+            try:
+                files = sorted(p for p in path.rglob("*") if p.is_file() and _is_conversations(p))
+                next(path.iterdir(), None)  # rglob is silent about a folder that cannot be read
+            except PermissionError:
+                raise ValueError(f"{path}: the folder cannot be read; change its permissions") from None
+            if not files:
+                raise ValueError(f"{path}: the folder holds no {', '.join(FORMATS)} file")
+        elif path.is_file():
+            files = [path]
+        else:
+            raise ValueError(f"{path}: no such prompt file; give a file, folder or glob, bundled:NAME or hub:OWNER/NAME")
+    for path in files:
+        format_of(path)
+    return files
+
+
+def _is_conversations(path: Path) -> bool:
+    try:
+        format_of(path)
+    except ValueError:
+        return False
+    return not path.name.startswith(".")
+
+
+def identity_of(source: SourceConfig) -> str:
+    """What the source's rows are: hashes of its files, or the pinned revision of a hub dataset."""
+    if source.path.startswith(HUB):
+        return f"{source.path}:{source.subset}:{source.split}:{hub_revision(source)}"
+    try:
+        return ",".join(f"{category_of(path)}:{remembered_sha256(path)}" for path in files_of(source))
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be read ({error.strerror}); change its permissions") from None
+
+
+def hub_revision(source: SourceConfig) -> str:
+    """The commit of a hub dataset; for a local folder in its place, the hash of its files."""
+    name = source.path.removeprefix(HUB)
+    if Path(name).is_dir():
+        return identity_of(source.model_copy(update={"path": name}))
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return str(HfApi().dataset_info(name, revision=source.revision).sha)
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+        raise ValueError(
+            f"{source.path} at {source.revision!r}: not reachable on the hub ({type(error).__name__}); check the name "
+            "and the network, or give the path of a downloaded folder"
+        ) from error
