@@ -201,6 +201,16 @@ def check_mask_token(config: TrainingConfig, verifier: PinnedVerifier) -> None:
             raise ValueError(f"training.mask_token_id: {token} is the verifier's {name} token; choose a reserved id")
 
 
+def check_lengths(section: str, max_prompt_tokens: int, max_new_tokens: int, verifier: PinnedVerifier) -> None:
+    """Raises ValueError where the longest prompt and its answer are more than the verifier was built for."""
+    longest = max_prompt_tokens + max_new_tokens
+    if verifier.max_positions is not None and longest > verifier.max_positions:
+        raise ValueError(
+            f"{section}.max_new_tokens: prompts of {max_prompt_tokens} and answers of {max_new_tokens} tokens are "
+            f"longer than the {verifier.max_positions} positions of {verifier.name}; lower it or max_prompt_tokens"
+        )
+
+
 def check_abilities(live_prompts: int, verifier: PinnedVerifier) -> None:
     """Raises ValueError for what drafters and live decoding cannot do with this verifier's layers yet."""
     if verifier.rope_type != "default":

@@ -4,18 +4,18 @@ Reads manifests and hashes prompt files. A verifier that is not here yet is fetc
 no weights are loaded.
 """
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from pydantic import BaseModel
 
 from dflash import keys
-from dflash.config import GenerationConfig, Recipe, Step, TokenizationConfig, TrainingConfig
-from dflash.corpus.conversations import read_prompts
+from dflash.config import GenerationConfig, Recipe, SourceConfig, Step, TokenizationConfig, TrainingConfig
+from dflash.corpus.collection import peek
+from dflash.corpus.sources import estimate_rows
 from dflash.hidden.planning import estimate
 from dflash.manifests import Artifact, Damaged, Key, Manifest, find, manifests
-from dflash.pinning import PinnedVerifier, check_abilities, check_mask_token, pin, tap_layers
+from dflash.pinning import PinnedVerifier, check_abilities, check_lengths, check_mask_token, pin, tap_layers
 
 CHARACTERS_PER_TOKEN = 3.5  # of English text; only for estimates made before anything was tokenized
 
@@ -33,11 +33,8 @@ class PlannedStep(BaseModel):
 
 def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     """The pinned verifier and its tap layers; raises ValueError for what would otherwise fail after expensive work."""
-    for prompts, limit in (
-        (recipe.generation.prompts, recipe.generation.max_prompts),
-        (recipe.evaluation.prompts, recipe.evaluation.max_prompts),
-    ):
-        read_prompts([Path(path) for path, _ in keys.prompt_files(prompts)], limit=limit)
+    for generation in (recipe.generation, recipe.evaluation_generation()):
+        peek(generation)
     for device in (recipe.verifier.device, recipe.training.device):
         if device.startswith("cuda"):
             from dflash.devices import resolve_device  # loads torch: only where there is something to ask it
@@ -45,6 +42,8 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
             resolve_device(device)
     verifier = pin(recipe.verifier)
     check_mask_token(recipe.training, verifier)
+    for section, generation in (("generation", recipe.generation), ("evaluation", recipe.evaluation)):
+        check_lengths(section, generation.max_prompt_tokens, generation.max_new_tokens, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)
     return verifier, tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
 
@@ -59,8 +58,9 @@ def plan(recipe: Recipe) -> list[PlannedStep]:
         generation: GenerationConfig, names: tuple[Step, Step, Step], tokenization: TokenizationConfig
     ) -> tuple[Artifact | None, int]:
         tokens, text_bytes = _estimate(generation)
-        conversations = _step(
-            steps, known, names[0], lambda: keys.generation_key(generation, verifier), tokens=tokens, nbytes=text_bytes
+        contaminants = recipe.evaluation.prompts if generation.decontaminate else []
+        conversations = _generation(
+            steps, known, names[0], generation, contaminants, verifier, tokens=tokens, nbytes=text_bytes
         )
         tokens = _tokens(conversations, tokens)
         corpus = _step(
@@ -154,6 +154,40 @@ def _step(
     return Artifact(stage=key.stage, key=str(key), identity=str(key), location=key.location)
 
 
+def _generation(
+    steps: list[PlannedStep],
+    known: list[Manifest],
+    stage: Step,
+    generation: GenerationConfig,
+    contaminants: Sequence[SourceConfig],
+    verifier: PinnedVerifier,
+    *,
+    tokens: int,
+    nbytes: int,
+) -> Artifact | None:
+    """The step of collecting prompts and answering them: keyed by what was collected, so that is looked at first."""
+    collecting: list[PlannedStep] = []
+    prompts = _step(
+        collecting,
+        known,
+        stage,
+        lambda: keys.prompts_key(generation, contaminants),
+        tokens=tokens,
+        nbytes=nbytes,
+    )
+    if prompts is None:
+        steps += collecting
+        return None
+    return _step(
+        steps,
+        known,
+        stage,
+        lambda: keys.generation_key(generation, prompts, verifier),
+        tokens=tokens,
+        nbytes=nbytes,
+    )
+
+
 def _made(artifact: Artifact | None) -> Artifact:
     assert artifact, "a step is keyed only when its inputs are known"
     return artifact
@@ -183,12 +217,8 @@ def _why(key: Key, known: Iterable[Manifest]) -> str:
 
 
 def _estimate(generation: GenerationConfig) -> tuple[int, int]:
-    """(tokens, bytes) of the answered prompts at most, from the size of the prompt files."""
-    rows = characters = 0
-    for path, _ in keys.prompt_files(generation.prompts):
-        with Path(path).open(errors="replace") as file:
-            for line in file:
-                rows, characters = rows + 1, characters + len(line)
+    """(tokens, bytes) of the answered prompts at most, from the size of the sources and a few of their rows."""
+    rows, characters = map(sum, zip(*(estimate_rows(source) for source in generation.prompts), strict=True))
     share = min(1.0, generation.max_prompts / rows) if generation.max_prompts and rows else 1.0
     tokens = share * (characters / CHARACTERS_PER_TOKEN + rows * generation.max_new_tokens)
     return round(tokens), round(tokens * (4 + CHARACTERS_PER_TOKEN))

@@ -10,6 +10,7 @@ from dflash.config import (
     ExtractionConfig,
     GenerationConfig,
     Recipe,
+    SourceConfig,
     Step,
     TokenizationConfig,
     TrainingConfig,
@@ -20,7 +21,7 @@ from dflash.pinning import PinnedVerifier
 from flows.steps import CURRENT, RunRecord, Steps
 from tasks.evaluation import evaluation as evaluation_task
 from tasks.extraction import extract_shard, plan_extraction, seal_extraction
-from tasks.generation import generation as generation_task
+from tasks.generation import collect_prompts, generate_chunk, plan_generation, seal_generation
 from tasks.tokenization import tokenization as tokenization_task
 from tasks.training import training as training_task
 from tasks.verifier import pin_verifier
@@ -41,11 +42,16 @@ def hidden_states(
     generation: GenerationConfig,
     tokenization: TokenizationConfig,
     extraction: ExtractionConfig,
+    contaminants: list[SourceConfig],
     names: tuple[Step, Step, Step],
 ) -> Artifact:
     """Prompts to hidden states: the same three stages for the training prompts and for the evaluation set."""
     generate, tokenize, extract = names
-    conversations = steps.run(generate, generation_task, generation, verifier)
+    prompts = steps.run(generate, collect_prompts, generation, contaminants)
+    with steps.watch(generate):
+        chunk_plans = plan_generation(generation, prompts, verifier, step=generate)
+    chunks = steps.run_all(generate, generate_chunk, [(plan, generation, prompts, verifier) for plan in chunk_plans])
+    conversations = steps.run(generate, seal_generation, generation, prompts, verifier, chunks)
     corpus = steps.run(tokenize, tokenization_task, tokenization, conversations, verifier)
     with steps.watch(extract):
         plans = plan_extraction(extraction, corpus, verifier, step=extract)
@@ -96,6 +102,7 @@ def pipeline(
         generation=generation,
         tokenization=tokenization,
         extraction=extraction,
+        contaminants=evaluation.prompts,
         names=("generation", "tokenization", "extraction"),
     )
     evaluation_states = hidden_states(
@@ -104,6 +111,7 @@ def pipeline(
         generation=settings.evaluation_generation(),
         tokenization=settings.evaluation_tokenization(),
         extraction=extraction,
+        contaminants=[],
         names=("evaluation-generation", "evaluation-tokenization", "evaluation-extraction"),
     )
     drafter = steps.run("training", training_task, training, training_states)

@@ -52,6 +52,8 @@ class Steps:
 
     def run_all(self, step: Step, task: Task[..., Any], calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """Several calls of one task as (part of) one step. All are tried before the first failure is raised."""
+        if not calls:
+            return []
         if step in self.refresh:
             task = task.with_options(refresh_cache=True)
         began, t0 = datetime.now(UTC), time.monotonic()

@@ -11,6 +11,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import TaskRunContext
 from prefect.tasks import Task, exponential_backoff
 
+from dflash.corpus.records import TooManyDropped, conservation_table
 from dflash.manifests import Artifact, Damaged, Key, Progress, find, home
 from tasks.caching import CheckedJSON, locked
 from tasks.progress import reporter
@@ -76,19 +77,39 @@ def find_or_make(step: str, key: Key, make: Callable[[Progress], Artifact], *, l
             log.info("%s: %s was already there", step, found.key)
             return found
     with reporter(step) as progress:
-        artifact = make(progress)
+        try:
+            artifact = make(progress)
+        except TooManyDropped as failure:
+            table = f"{failure}\n\n{conservation_table(failure.summary)}"
+            create_markdown_artifact(table, key=f"{step}-dropped", description=f"{step}: too many rows were dropped")
+            raise
     assert artifact.key == str(key), f"{step} made {artifact.key} instead of {key}"
     log.info("%s: made %s", step, artifact.key)
     return artifact
 
 
-def show(step: str, artifact: Artifact, markdown: str = "") -> None:
-    """A markdown artifact on the run's page: the given text, else the artifact's summary as a table."""
-    rows = [("key", f"`{artifact.key}`"), ("folder", f"`{artifact.location}`"), *artifact.summary.items()]
-    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows)
+def show(step: str, artifact: Artifact, markdown: str = "", *, part: str = "") -> None:
+    """A markdown artifact on the run's page: the given text, else the artifact's summary as tables."""
+    facts: dict[str, Any] = {"key": f"`{artifact.key}`", "folder": f"`{artifact.location}`"}
+    tables = []
+    for name, value in artifact.summary.items():
+        if name == "sources":
+            tables.append(f"### rows in = kept + dropped\n\n{conservation_table(artifact.summary)}")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            tables.append(f"### {name}\n\n{_table(value)}")
+        else:
+            facts[name] = value
+    lines = "\n".join(f"| {name} | {_cell(value)} |" for name, value in facts.items())
     create_markdown_artifact(
-        markdown or f"| {step} | |\n|---|---|\n{table}", key=step, description=f"{step}: what came out"
+        markdown or "\n\n".join([f"| {part or step} | |\n|---|---|\n{lines}", *tables]),
+        key=f"{step}-{part}" if part else step,
+        description=f"{step}: what came out" + (f" ({part})" if part else ""),
     )
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    header = f"| {' | '.join(records[0])} |\n|{'--:|' * len(records[0])}"
+    return "\n".join([header, *(f"| {' | '.join(_cell(value) for value in record.values())} |" for record in records)])
 
 
 def _cell(value: Any) -> str:

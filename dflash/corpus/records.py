@@ -103,6 +103,14 @@ class Rejected(ValueError):
         self.reason = reason
 
 
+class TooManyDropped(ValueError):
+    """More of the data is unusable than the configuration allows. `summary` is the ledger's."""
+
+    def __init__(self, message: str, summary: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.summary = summary
+
+
 HARMLESS = ("duplicate", "near_duplicate", "not_drawn")
 """Reasons that say nothing bad about the data: repeated rows, and rows a weight or limit left out."""
 
@@ -150,15 +158,16 @@ class Ledger:
         }
 
     def check(self, *, most: float, setting: str) -> None:
-        """Raises ValueError with counts and first examples where a larger share than `most` is unusable."""
+        """Raises TooManyDropped with counts and first examples where a larger share than `most` is unusable."""
         bad = {reason: count for reason, count in self.totals().items() if reason not in HARMLESS}
         if sum(bad.values()) > most * self.rows_in.total():
             counts = "; ".join(
                 f"{reason} {count}" + (f" ({self.examples[reason]})" if reason in self.examples else "")
                 for reason, count in bad.items()
             )
-            raise ValueError(
-                f"{setting}: {sum(bad.values())} of {self.rows_in.total()} rows dropped, more than {most:g}: {counts}"
+            raise TooManyDropped(
+                f"{setting}: {sum(bad.values())} of {self.rows_in.total()} rows dropped, more than {most:g}: {counts}",
+                self.summary(),
             )
 
 

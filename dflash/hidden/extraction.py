@@ -10,7 +10,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -62,14 +62,14 @@ def extract_shard(
     run = pl.scan_parquet(corpus.path / "corpus.parquet").slice(first, len(plan.rows)).collect()
     rows = run[[row - first for row in plan.rows]]
     lengths = rows["length"].to_list()
-    summary = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number}
+    summary = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number, "supervised": 0, "on_policy": 0}
     with publish(plan.key, summary=summary, location=plan.location) as (folder, artifact):
         states = _states(
             rows, verifier=_verifier(verifier), layers=layers, batch_tokens=config.batch_tokens, progress=progress
         )
         write_shard(
             folder,
-            states,
+            _counted(states, summary),
             ids=rows["id"].to_list(),
             lengths=lengths,
             num_taps=len(layers),
@@ -109,6 +109,15 @@ def _states(
         progress(done, total, f"{done:,} of {total:,} tokens")
 
 
+def _counted(states: Iterable[RowStates], summary: dict[str, int]) -> Iterator[RowStates]:
+    """The same states; adds their supervised tokens, and those that are the verifier's own choice, to the summary."""
+    for row in states:
+        supervised_T = row.loss_mask_T[1:]
+        summary["supervised"] += int(supervised_T.sum())
+        summary["on_policy"] += int((row.input_ids_T[1:] == row.greedy_ids_T[:-1])[supervised_T].sum())
+        yield row
+
+
 def seal(
     shards: list[Artifact],
     config: ExtractionConfig,
@@ -123,7 +132,8 @@ def seal(
     key = extraction_key(config, corpus, verifier)
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
     loaded = _verifier(verifier)
-    index = _index(pl.read_parquet(corpus.path / "corpus.parquet"), plans)
+    index = _index(pl.scan_parquet(corpus.path / "corpus.parquet").drop("input_ids", "loss_mask").collect(), plans)
+    supervised, on_policy = (sum(shard.summary[name] for shard in shards) for name in ("supervised", "on_policy"))
     states = {
         "features": FEATURES,
         "target_layer_ids": layers,
@@ -131,6 +141,9 @@ def seal(
         "hidden_size": verifier.hidden_size,
         "storage_dtype": config.storage_dtype,
         "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
+        "chat": corpus.summary["chat"],
+        # of the supervised tokens, those that the verifier would choose greedily: low where answers are not its own
+        "on_policy_share": on_policy / supervised,
     }
     known = {name: record for shard in shards for name, record in _records(shard).items()}
     summary = {
@@ -139,6 +152,7 @@ def seal(
         "shards": len(shards),
         "target_layer_ids": layers,
         "storage_dtype": config.storage_dtype,
+        "on_policy_share": states["on_policy_share"],
         "bytes": sum(record.size for record in known.values()),
     }
     with publish(key, summary=summary, known=known) as (folder, artifact):
@@ -154,17 +168,18 @@ def seal(
         torch.cuda.empty_cache()
     progress(1, 1, f"{summary['tokens']:,} tokens")
     log.info("hidden states: %(rows)d rows, %(tokens)d tokens, %(bytes)d bytes, layers %(target_layer_ids)s", summary)
+    log.info("%.1f%% of the supervised tokens are the verifier's own greedy choice", 100 * summary["on_policy_share"])
     return artifact()
 
 
 def _index(corpus: pl.DataFrame, plans: list[ShardPlan]) -> pl.DataFrame:
-    """The corpus without its tokens, and where the states of each row begin."""
+    """The corpus, which comes without its tokens, and where the states of each row begin."""
     lengths = corpus["length"].to_list()
     shard, start = [0] * corpus.height, [0] * corpus.height
     for plan in plans:
         for row, begin in zip(plan.rows, accumulate((lengths[r] for r in plan.rows), initial=0), strict=False):
             shard[row], start[row] = plan.number, begin
-    return corpus.drop("input_ids", "loss_mask").with_columns(
+    return corpus.with_columns(
         shard=pl.Series(shard, dtype=pl.Int32), start=pl.Series(start, dtype=pl.Int64)
     )
 

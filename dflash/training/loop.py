@@ -241,6 +241,8 @@ def _train(
         "parameters": num_parameters,
         "rows": len(train_rows),
         "verifier": store.info["verifier"],
+        "chat": store.info["chat"],
+        "on_policy_share": store.info["on_policy_share"],
     }
     summary |= {name: last_row(history, name) for name in ("train", "validation")}
     with publish(key, summary=summary) as (scratch, result):
