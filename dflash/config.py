@@ -55,6 +55,18 @@ class VerifierConfig(Config):
         description="auto, cpu, cuda or cuda:N. auto takes a GPU if there is one.",
         json_schema_extra=PRACTICAL,
     )
+    device_map: Literal["", "auto"] = Field(
+        "",
+        title="Several devices",
+        description="auto: layers spread over all GPUs, for a verifier that one cannot hold; device stays auto.",
+        json_schema_extra=PRACTICAL,
+    )
+    attn_implementation: Literal[
+        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = Field("auto", title="Attention", description="auto: what Transformers prefers for this model.")
+    trust_remote_code: bool = Field(
+        False, title="Trust remote code", description="Run the Python files that come with the model."
+    )
     thinking: Literal["default", "on", "off"] = Field(
         "default", title="Thinking", description="The template's enable_thinking, as the verifier will be served."
     )
@@ -67,6 +79,12 @@ class VerifierConfig(Config):
     template_options: dict[str, JsonValue] = Field(
         default_factory=dict, title="Template options", description="Further variables that the template knows."
     )
+
+    @model_validator(mode="after")
+    def _one_placement(self) -> "VerifierConfig":
+        if self.device_map and self.device != "auto":
+            raise ValueError(f"device_map {self.device_map!r} places every layer itself; leave device at auto")
+        return self
 
 
 class SourceConfig(Config):

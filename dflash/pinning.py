@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
 )  # fmt: skip
+TREE_ATTENTION = ("auto", "eager", "sdpa")
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -44,8 +45,12 @@ class PinnedVerifier(BaseModel):
     path: str
     identity: str
     tokenizer_identity: str
+    revision: str = Field("", description="The commit, where the folder is a download from the hub.")
     dtype: str
     device: str
+    device_map: str = ""
+    attn_implementation: str = "auto"
+    trust_remote_code: bool = False
     num_layers: int
     layer_types: list[str]
     rope_type: str
@@ -81,7 +86,7 @@ def _folder(config: VerifierConfig) -> Path:
 
     log.info("fetching %s at %s, unless it is here already", config.model, config.revision)
     try:
-        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"] + ["*.py"] * config.trust_remote_code
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
@@ -92,6 +97,15 @@ def _folder(config: VerifierConfig) -> Path:
 
 def _ids(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def layer_kinds(text: dict[str, Any]) -> list[str]:
+    """The kinds of a text model's layers, from its config.json: each once, sorted."""
+    if text.get("layer_types"):
+        return sorted(set(text["layer_types"]))
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    limited = window is not None and window < text.get("max_position_embeddings", window + 1)
+    return ["sliding_attention"] if limited else ["full_attention"]
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -122,6 +136,8 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         "tokenizer": tokenizer,
         "eos": eos,  # where its answers end
     }
+    if config.trust_remote_code:
+        parts["code"] = {path.name: remembered_sha256(path) for path in sorted(folder.glob("*.py"))}
     text = settings.get("text_config", settings)
     for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
         if name not in text:
@@ -135,10 +151,14 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         tokenizer_identity=hashlib.sha256(
             json.dumps({"tokenizer": tokenizer, "chat": chat.model_dump()}, sort_keys=True).encode()
         ).hexdigest()[:16],
+        revision=folder.name if folder.parent.name == "snapshots" else "",  # where hub downloads live
         dtype=config.dtype,
         device=config.device,
+        device_map=config.device_map,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
         num_layers=text["num_hidden_layers"],
-        layer_types=sorted(set(text.get("layer_types") or ["full_attention"])),
+        layer_types=layer_kinds(text),
         rope_type=rope.get("rope_type", rope.get("type", "default")),
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
@@ -213,6 +233,11 @@ def check_lengths(section: str, max_prompt_tokens: int, max_new_tokens: int, ver
 
 def check_abilities(live_prompts: int, verifier: PinnedVerifier) -> None:
     """Raises ValueError for what drafters and live decoding cannot do with this verifier's layers yet."""
+    if live_prompts and verifier.attn_implementation not in TREE_ATTENTION:
+        raise ValueError(
+            f"verifier.attn_implementation: {verifier.attn_implementation} takes no tree's mask, which live decoding "
+            f"needs; choose from {', '.join(TREE_ATTENTION)}, or set evaluation.live_prompts to 0"
+        )
     if verifier.rope_type != "default":
         raise ValueError(
             f"verifier.model: {verifier.name} has RoPE of type {verifier.rope_type!r}, which drafters do "

@@ -1,29 +1,80 @@
-"""The frozen verifier: load, taps, greedy choices, greedy answers, and a cache whose keys can be selected.
+"""The frozen verifier: load, taps, final state, logits, greedy answers, and a cache whose keys can be selected.
 
-The home of Transformers. Knows nothing of corpora, stores or drafters.
+The home of Transformers. Knows nothing of corpora, stores or drafters. The final state is what comes out of the
+decoder, its last norm included, so that the logits are the LM head's output times `scale`, soft-capped: LogitRule.
 
-B batch, T tokens, F features (taps x hidden size), N query tokens, V vocabulary, M keys in a cache
+B batch, T tokens, F features (taps x hidden size), H hidden, K most likely tokens, N query tokens, V vocabulary,
+M keys in a cache
 """
 
 import inspect
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DynamicCache,
+)
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from dflash.corpus.records import Response
 from dflash.devices import resolve_device
-from dflash.pinning import PinnedVerifier
+from dflash.pinning import PinnedVerifier, layer_kinds
 
 log = logging.getLogger(__name__)
 transformers_logging.disable_progress_bar()
 
 LOGITS_AT_ONCE = 2**26  # elements; 128 MiB in bfloat16
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+LOGITS_MAY_DIFFER = 0.02  # relative to the largest: two ways to round in bfloat16
+FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "embedding_norm")
+
+
+class LogitRule(NamedTuple):
+    """From the LM head's output x to logits: `cap(scale * x)`, where cap(y) is `softcap * tanh(y / softcap)`, or y."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, head_output: torch.Tensor) -> torch.Tensor:
+        scaled = head_output if self.scale == 1 else head_output * self.scale
+        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
+
+
+def logit_rule(config: Any) -> LogitRule:
+    """The rule of a Transformers text config; families call the same thing by different names."""
+    scale = 1.0
+    for name in (*MULTIPLIERS, *DIVISORS):
+        value = getattr(config, name, None) or 1.0
+        divides = name in DIVISORS and config.model_type != "hyperclovax"  # whose logits_scaling is a factor
+        scale *= 1 / value if divides else value
+    softcaps = [value for name in SOFTCAPS if (value := getattr(config, name, None))]
+    return LogitRule(scale, softcaps[0] if softcaps else None)
+
+
+class Outputs(NamedTuple):
+    """Of one pass, per position; what was not asked for is empty."""
+
+    features_BTF: torch.Tensor  # noqa: N815
+    greedy_BT: torch.Tensor  # noqa: N815
+    topk_ids_BTK: torch.Tensor  # noqa: N815
+    topk_logprobs_BTK: torch.Tensor  # noqa: N815
+    final_BTH: torch.Tensor  # noqa: N815
+
+
+class _LastTap(Exception):
+    """Raised by a hook where nothing behind the last tap is wanted."""
 
 
 class Verifier:
@@ -37,7 +88,9 @@ class Verifier:
         self.dtype: torch.dtype = model.dtype
         self.decoder = model.get_decoder()
         self.head = model.get_output_embeddings()
-        self.hidden_size: int = model.config.get_text_config().hidden_size
+        config = model.config.get_text_config()
+        self.hidden_size: int = config.hidden_size
+        self.logit_rule = logit_rule(config)
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within Transformers 5
         self._lock = threading.Lock()  # hooks of one call must not see another's layers
@@ -51,18 +104,32 @@ class Verifier:
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         cache: DynamicCache | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of the decoder layers `layers`, side by side (B, T, F), and the greedy next token of each position.
+        greedy: bool = True,
+        final: bool = False,
+        top_k: int = 0,
+    ) -> Outputs:
+        """Outputs of the decoder layers `layers`, side by side, and of each position's next token what is asked for:
+        the greedy choice, the final state, the `top_k` most likely ids and their log-probabilities (float32).
 
         The output of layer i is what Transformers calls `hidden_states[i + 1]`. `attention_mask` is None (causal, which
         is enough for rows padded on the right), the usual (B, keys) padding mask, or a boolean (1, 1, N, keys) "may
-        attend" mask; keys in `cache` count. At equal logits the lowest id is the choice.
+        attend" mask; keys in `cache` count. At equal logits the lowest id is the choice. Where features alone are asked
+        for and no cache is filled, the layers behind the last tap do not run.
         """
         hidden_BTH, taps = self._run(
-            input_ids_BT, layers=layers, attention_mask=attention_mask, position_ids=position_ids, cache=cache
+            input_ids_BT,
+            layers=layers,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            only_taps=bool(layers) and cache is None and not (greedy or final or top_k),
         )
-        features_BTF = torch.cat(taps, dim=-1) if taps else hidden_BTH.new_empty(*hidden_BTH.shape[:2], 0)
-        return features_BTF, self._greedy(hidden_BTH)
+        none_B0H = hidden_BTH[:, :0]
+        return Outputs(
+            torch.cat(taps, dim=-1) if taps else hidden_BTH.new_empty(*hidden_BTH.shape[:2], 0),
+            *self._choose(hidden_BTH if greedy or top_k else none_B0H, top_k=top_k),
+            final_BTH=hidden_BTH if final else none_B0H,
+        )
 
     def _run(
         self,
@@ -72,8 +139,9 @@ class Verifier:
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         cache: DynamicCache | None,
+        only_taps: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Final-normed hidden states, and the taps in the order of `layers`."""
+        """Final states, and the taps in the order of `layers`. With `only_taps` there are no final states (B, 0, H)."""
         if attention_mask is not None and attention_mask.ndim == 4:
             # additive, because a boolean mask means "may attend" to one attention back end and is added by another
             never = torch.finfo(self.dtype).min
@@ -84,9 +152,14 @@ class Verifier:
 
         def tap(layer: int) -> Any:
             def hook(_module: Any, _inputs: Any, output: Any) -> None:
-                taps[layer] = output[0] if isinstance(output, tuple) else output
+                taps[layer] = (output[0] if isinstance(output, tuple) else output).to(self.device)
+                if only_taps and len(taps) == len(layers):
+                    raise _LastTap
 
             return hook
+
+        # models without attention know no such argument, and a cache that no one asked for is not passed
+        cached = {} if cache is None else {self._cache_argument: cache}
 
         with self._lock:
             hooks = [self.decoder.layers[layer].register_forward_hook(tap(layer)) for layer in layers]
@@ -96,18 +169,39 @@ class Verifier:
                     attention_mask=None if attention_mask is None else attention_mask.to(self.device),
                     position_ids=None if position_ids is None else position_ids.to(self.device),
                     use_cache=cache is not None,
-                    **{self._cache_argument: cache},
+                    **cached,
                 )
+                hidden_BTH = output.last_hidden_state.to(self.device)
+            except _LastTap:
+                hidden_BTH = taps[layers[0]][:, :0]
             finally:
                 for hook in hooks:
                     hook.remove()
-        return output.last_hidden_state, [taps[layer] for layer in layers]
+        return hidden_BTH, [taps[layer] for layer in layers]
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own logits (…, V) of final states (…, H), in float32: as many as are asked for, all at once."""
+        return self.logit_rule.apply(self.head(hidden).to(hidden.device, torch.float32))
+
+    def _choose(self, hidden_BTH: torch.Tensor, *, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Greedy ids (B, T), and ids and log-probabilities (B, T, K) of the most likely tokens, best first.
+
+        The logits of a bounded number of positions exist at a time.
+        """
+        positions = max(1, LOGITS_AT_ONCE // self.head.weight.shape[0])
+        parts = []
+        for chunk_PH in hidden_BTH.flatten(0, 1).split(positions):
+            head_PV = self.head(chunk_PH)
+            none_P0 = head_PV[:, :0].float()
+            likely = most_likely(self.logit_rule.apply(head_PV.float()), top_k) if top_k else (none_P0.long(), none_P0)
+            parts.append((head_PV.argmax(-1), *likely))
+        shape = hidden_BTH.shape[:2]
+        greedy_P, ids_PK, logprobs_PK = (torch.cat(part).to(self.device) for part in zip(*parts, strict=True))
+        return greedy_P.view(shape), ids_PK.view(*shape, top_k), logprobs_PK.view(*shape, top_k)
 
     def _greedy(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        """Most likely token ids (B, T); the logits of a bounded number of positions exist at a time."""
-        positions = max(1, LOGITS_AT_ONCE // self.head.weight.shape[0])
-        chunks = hidden_BTH.flatten(0, 1).split(positions)
-        return torch.cat([self.head(chunk).argmax(-1) for chunk in chunks]).view(hidden_BTH.shape[:2])
+        return self._choose(hidden_BTH, top_k=0)[0]
 
     @torch.no_grad()
     def generate(self, prompt_ids: list[list[int]], *, max_new_tokens: int) -> list[Response]:
@@ -152,9 +246,12 @@ class Verifier:
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """What a drafter works between: embedding, final norm and, unless it is the embedding itself, the LM head."""
         embedding = self.model.get_input_embeddings().weight
-        weights = {"embed_tokens.weight": embedding, "norm.weight": self.decoder.norm.weight}
+        norm = next(getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name))
+        weights = {"embed_tokens.weight": embedding, "norm.weight": norm.weight}
         if self.head.weight is not embedding:
             weights["lm_head.weight"] = self.head.weight
+        if getattr(self.head, "bias", None) is not None:
+            weights["lm_head.bias"] = self.head.bias
         return {name: weight.detach() for name, weight in weights.items()}
 
     def new_cache(self) -> DynamicCache:
@@ -162,14 +259,24 @@ class Verifier:
 
         Raises ValueError for a verifier with layers that look back a limited way or keep a running state.
         """
-        kinds = set(getattr(self.model.config.get_text_config(), "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            limited = ", ".join(sorted(kinds - {"full_attention"}))
+        config = self.model.config.get_text_config()
+        kinds = layer_kinds(config.to_dict() | {"layer_types": getattr(config, "layer_types", None)})
+        cached: set[Any] = {type(layer) for layer in DynamicCache(config=config).layers}
+        limited = [kind for kind in kinds if kind != "full_attention"]
+        limited = limited or sorted(kind.__name__ for kind in cached if not issubclass(kind, DynamicLayer))
+        if limited:
             raise ValueError(
-                f"live decoding rolls the cache back, which this verifier's {limited} layers do not allow; "
+                f"live decoding rolls the cache back, which this verifier's {', '.join(limited)} layers do not allow; "
                 "set evaluation.live_prompts to 0 (replay works for every verifier)"
             )
         return DynamicCache()
+
+
+def most_likely(logits_PV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and log-probabilities (P, K), best first and, among equals, the lowest id first."""
+    ids_PK = logits_PV.topk(top_k).indices.sort().values
+    best_PK, order_PK = logits_PV.gather(-1, ids_PK).sort(descending=True, stable=True)
+    return ids_PK.gather(-1, order_PK), best_PK - logits_PV.logsumexp(-1, keepdim=True)
 
 
 def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:
@@ -180,17 +287,76 @@ def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:
         layer.values = layer.values.index_select(-2, keep_N.to(layer.values.device))
 
 
+REMEDIES = {
+    "trust_remote_code": "set verifier.trust_remote_code if you trust the code that comes with it",
+    "attention": "choose another verifier.attn_implementation",
+    "accelerate": "pip install accelerate",
+    "does not recognize": "a newer Transformers may know it",
+    "unrecognized": "give a causal language model",
+}
+
+
 def load_verifier(pinned: PinnedVerifier) -> Verifier:
-    """The model of a pinned folder, on its device."""
+    """The model of a pinned folder, on its device or devices.
+
+    Raises ValueError for one that cannot be loaded, lacks weights, holds some that are not finite, or computes its
+    logits or layers in a way that is not known here: its hidden states would be of no use to a drafter.
+    """
     device = resolve_device(pinned.device)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": pinned.trust_remote_code}
+    options = local | {"dtype": getattr(torch, pinned.dtype), "output_loading_info": True}
+    if pinned.device_map:
+        options["device_map"] = pinned.device_map
+    if pinned.attn_implementation != "auto":
+        options["attn_implementation"] = pinned.attn_implementation
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            pinned.path, dtype=getattr(torch, pinned.dtype), local_files_only=True
+        config = AutoConfig.from_pretrained(pinned.path, **local)
+        own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        causal = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
+        model, report = auto.from_pretrained(pinned.path, **options)
+        tokenizer = AutoTokenizer.from_pretrained(pinned.path, **local)
+    except (SafetensorError, ValueError, OSError, KeyError, ImportError) as error:
+        cause = " ".join(str(error).split())
+        remedy = next((remedy for sign, remedy in REMEDIES.items() if sign in cause.lower()), "get the model again")
+        raise ValueError(f"verifier.model: {pinned.path} cannot be loaded ({cause[:200]}); {remedy}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"verifier.model: {pinned.path} lacks {len(missing)} weights of {type(model).__name__}, such as "
+            f"{missing[0]}; get the model again"
         )
-        tokenizer = AutoTokenizer.from_pretrained(pinned.path, local_files_only=True)
-    except (SafetensorError, ValueError, OSError, KeyError) as error:
-        cause = " ".join(str(error).split())[:200]
-        raise ValueError(f"verifier.model: {pinned.path} cannot be loaded ({cause}); get the model again") from error
     eos_ids = {*pinned.special_ids["eos"], *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
-    log.info("verifier %s on %s, end tokens %s", pinned, device, sorted(eos_ids))
-    return Verifier(model.to(device), tokenizer, eos_ids=frozenset(eos_ids))
+    log.info("verifier %s on %s, end tokens %s", pinned, pinned.device_map or device, sorted(eos_ids))
+    verifier = Verifier(model if pinned.device_map else model.to(device), tokenizer, eos_ids=frozenset(eos_ids))
+    if fault := find_fault(verifier):
+        raise ValueError(f"verifier.model: {pinned.path} {fault}")
+    return verifier
+
+
+@torch.no_grad()
+def find_fault(verifier: Verifier) -> str:
+    """Why the hidden states of this verifier would be of no use, with what to do; empty where they are sound.
+
+    Looks at every weight, and compares a short text's taps and logits with what the whole model makes of it.
+    """
+    kind = type(verifier.model).__name__
+    if verifier.head is None or not hasattr(verifier.decoder, "layers"):
+        return f"is a {kind}, which has no LM head behind decoder layers; give a causal language model"
+    for name, weight in verifier.model.named_parameters():
+        if weight.is_meta:
+            return f"does not fit onto the devices ({name} was left out); use more of them, or verifier.device cpu"
+        if weight.element_size() > 1 and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            return f"holds weights that are not finite in {weight.dtype}, such as {name}; get it again"
+    text_1T = torch.arange(1, 9, device=verifier.device)[None] % verifier.head.weight.shape[0]
+    taps = range(len(verifier.decoder.layers) - 1)
+    states = verifier.forward(text_1T, layers=taps, greedy=False, final=True)
+    logits_1TV = verifier.model(input_ids=text_1T).logits.float()
+    if states.features_BTF.shape != (*text_1T.shape, len(taps) * verifier.hidden_size):
+        return f"is a {kind}, whose layers do not put out one hidden state per token; choose another verifier"
+    if not (states.features_BTF.isfinite().all() and logits_1TV.isfinite().all()):
+        return f"puts out values that are not finite in {verifier.dtype}; try another verifier.dtype"
+    if not states.features_BTF.unflatten(-1, (len(taps), -1)).any(-1).all():
+        return f"is a {kind}, some of whose layers put out zeros; choose another verifier"
+    if (verifier.logits(states.final_BTH) - logits_1TV).abs().max() > LOGITS_MAY_DIFFER * logits_1TV.abs().max():
+        return f"is a {kind}, whose logits are not those of {verifier.logit_rule}; choose another verifier"
+    return ""

@@ -86,6 +86,55 @@ def test_what_the_layers_do_not_allow_is_refused_before_anything_runs(folder: Pa
 
 
 @pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [
+        ({}, ["full_attention"]),
+        ({"sliding_window": None}, ["full_attention"]),
+        ({"sliding_window": 8}, ["sliding_attention"]),
+        ({"sliding_window": 8, "use_sliding_window": False}, ["full_attention"]),
+        ({"sliding_window": 64, "max_position_embeddings": 64}, ["full_attention"]),
+        ({"sliding_window": 8, "layer_types": ["full_attention"] * 6}, ["full_attention"]),
+    ],
+)
+def test_a_window_that_is_shorter_than_the_text_may_be_limits_the_layers(
+    folder: Path, settings: dict[str, object], kinds: list[str]
+) -> None:
+    rewrite(folder / "config.json", **settings)
+    assert pinned(folder).layer_types == kinds
+
+
+def test_attention_that_takes_no_trees_is_refused_for_live_decoding_only(folder: Path) -> None:
+    flash = pin(VerifierConfig(model=str(folder), attn_implementation="flash_attention_2"))
+    check_abilities(0, flash)
+    with pytest.raises(ValueError, match="verifier.attn_implementation: flash_attention_2 .* choose from auto, eager"):
+        check_abilities(4, flash)
+
+
+def test_the_commit_of_a_download_is_known(folder: Path) -> None:
+    assert pinned(folder).revision == ""
+    download = folder.parent / "models--a--b" / "snapshots" / "0123abc"
+    shutil.copytree(folder, download)
+    assert pinned(download).revision == "0123abc"
+    assert pinned(download).identity == pinned(folder).identity
+
+
+def test_code_is_part_of_the_identity_where_it_runs(folder: Path) -> None:
+    def identity(trusted: bool) -> str:
+        return pin(VerifierConfig(model=str(folder), trust_remote_code=trusted)).identity
+
+    plain, trusted = identity(False), identity(True)
+    (folder / "own.py").write_text("changed = True")
+    assert identity(False) == plain
+    assert identity(True) != trusted
+
+
+def test_one_device_and_several_are_not_asked_for_at_once() -> None:
+    VerifierConfig(model="x", device_map="auto")
+    with pytest.raises(ValueError, match="leave device at auto"):
+        VerifierConfig(model="x", device_map="auto", device="cpu")
+
+
+@pytest.mark.parametrize(
     ("missing", "message"),
     [("config.json", "no config.json"), ("model.safetensors", "no .safetensors"), ("tokenizer.json", "no tokenizer")],
 )

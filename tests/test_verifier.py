@@ -1,17 +1,21 @@
 """The frozen verifier on tiny random models: taps, padding, trees in one pass, greedy answers, conversion."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -21,7 +25,7 @@ from dflash.config import VerifierConfig
 from dflash.devices import resolve_device
 from dflash.gguf import convert_gguf
 from dflash.pinning import pin
-from dflash.verifier import Verifier, compact, load_verifier
+from dflash.verifier import LogitRule, Verifier, compact, find_fault, load_verifier, most_likely
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -55,7 +59,7 @@ def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_taps_are_the_outputs_of_their_layers_and_greedy_ids_those_of_the_whole_model(kind: str, tied: bool) -> None:
     v = verifier(kind, tied=tied)
     ids_BT = random_ids(2, 9)
-    features_BTF, greedy_BT = v.forward(ids_BT, layers=[0, 2])
+    features_BTF, greedy_BT, *_ = v.forward(ids_BT, layers=[0, 2])
     whole = v.model(input_ids=ids_BT, output_hidden_states=True)
     assert torch.equal(features_BTF, torch.cat([whole.hidden_states[1], whole.hidden_states[3]], dim=-1))
     assert torch.equal(greedy_BT, whole.logits.argmax(-1))
@@ -64,9 +68,41 @@ def test_taps_are_the_outputs_of_their_layers_and_greedy_ids_those_of_the_whole_
 def test_greedy_ids_do_not_depend_on_how_many_positions_are_projected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     v = verifier()
     ids_BT = random_ids(3, 7)
-    _, expected = v.forward(ids_BT, layers=[1])
+    _, expected, *_ = v.forward(ids_BT, layers=[1])
     monkeypatch.setattr("dflash.verifier.LOGITS_AT_ONCE", 2 * VOCABULARY)
     assert torch.equal(v.forward(ids_BT, layers=[1])[1], expected)
+
+
+def test_most_likely_tokens_do_not_depend_on_how_many_positions_are_projected_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    v = verifier()
+    ids_BT = random_ids(3, 7)
+    expected = v.forward(ids_BT, layers=[], top_k=4)
+    monkeypatch.setattr("dflash.verifier.LOGITS_AT_ONCE", 2 * VOCABULARY)
+    chunked = v.forward(ids_BT, layers=[], top_k=4)
+    assert torch.equal(chunked.topk_ids_BTK, expected.topk_ids_BTK)
+    torch.testing.assert_close(chunked.topk_logprobs_BTK, expected.topk_logprobs_BTK)
+    assert torch.equal(expected.greedy_BT, expected.topk_ids_BTK[..., 0])
+
+
+def test_among_equally_likely_tokens_the_lowest_id_comes_first() -> None:
+    logits_PV = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0]])
+    ids_PK, logprobs_PK = most_likely(logits_PV, 4)
+    assert ids_PK.tolist() == [[1, 3, 2, 4]]
+    torch.testing.assert_close(logprobs_PK, logits_PV.log_softmax(-1)[:, ids_PK[0]])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logits_are_scaled_before_they_are_capped(scale: float, softcap: float | None) -> None:
+    given = torch.tensor([-40.0, 0.0, 0.5])
+    logits = LogitRule(scale, softcap).apply(given)
+    if softcap is None:
+        assert torch.equal(logits, given * scale)
+    else:
+        assert logits.abs().max() <= softcap
+        torch.testing.assert_close(softcap * torch.atanh(logits[1:] / softcap), given[1:] * scale)
 
 
 def test_equal_logits_give_the_lowest_id() -> None:
@@ -81,9 +117,9 @@ def test_a_row_padded_on_the_right_equals_the_row_alone(masked: bool) -> None:
     rows = [random_ids(n, seed=n) for n in (11, 4, 7)]
     padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask_BT = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    features_BTF, greedy_BT = v.forward(padded_BT, layers=[0, 2], attention_mask=mask_BT if masked else None)
+    features_BTF, greedy_BT, *_ = v.forward(padded_BT, layers=[0, 2], attention_mask=mask_BT if masked else None)
     for i, row in enumerate(rows):
-        alone_1TF, greedy_1T = v.forward(row[None], layers=[0, 2])
+        alone_1TF, greedy_1T, *_ = v.forward(row[None], layers=[0, 2])
         torch.testing.assert_close(features_BTF[i, : len(row)], alone_1TF[0], rtol=1e-5, atol=1e-5)
         assert torch.equal(greedy_BT[i, : len(row)], greedy_1T[0])
 
@@ -108,11 +144,11 @@ def test_a_tree_in_one_pass_equals_each_of_its_paths_alone(kind: str) -> None:
 
     cache = v.new_cache()
     v.forward(prompt_T[None], layers=[], cache=cache)
-    features_1NF, greedy_1N = v.forward(
+    features_1NF, greedy_1N, *_ = v.forward(
         tokens_N[None], layers=[0, 2], attention_mask=visible, position_ids=6 + depths, cache=cache
     )
     for node, path in enumerate(paths):
-        alone, greedy = v.forward(torch.cat([prompt_T, tokens_N[path]])[None], layers=[0, 2])
+        alone, greedy, *_ = v.forward(torch.cat([prompt_T, tokens_N[path]])[None], layers=[0, 2])
         torch.testing.assert_close(features_1NF[0, node], alone[0, -1], rtol=1e-5, atol=1e-5)
         assert greedy_1N[0, node] == greedy[0, -1]
 
@@ -120,8 +156,8 @@ def test_a_tree_in_one_pass_equals_each_of_its_paths_alone(kind: str) -> None:
     compact(cache, torch.tensor([*range(6), *(6 + node for node in paths[4])]))
     assert cache.get_seq_length() == 6 + len(paths[4])
     more_T = random_ids(2, seed=5)
-    features, _ = v.forward(more_T[None], layers=[2], cache=cache)
-    alone, _ = v.forward(torch.cat([prompt_T, tokens_N[paths[4]], more_T])[None], layers=[2])
+    features, *_ = v.forward(more_T[None], layers=[2], cache=cache)
+    alone, *_ = v.forward(torch.cat([prompt_T, tokens_N[paths[4]], more_T])[None], layers=[2])
     torch.testing.assert_close(features[0], alone[0, -2:], rtol=1e-5, atol=1e-5)
 
 
@@ -139,7 +175,7 @@ def test_a_batch_of_prompts_is_answered_as_each_prompt_alone(kind: str) -> None:
         assert not v.eos_ids.intersection(answer.ids[:-1])
         assert (answer.finish_reason == "stop") == (answer.ids[-1] in v.eos_ids)
     for prompt, answer in zip(prompts, together, strict=True):  # each token is the greedy choice at its place
-        _, greedy = v.forward(torch.tensor([prompt + answer.ids]), layers=[])
+        _, greedy, *_ = v.forward(torch.tensor([prompt + answer.ids]), layers=[])
         assert greedy[0, len(prompt) - 1 : -1].tolist() == answer.ids
 
 
@@ -185,6 +221,110 @@ def test_loading_a_pinned_folder_gives_its_model_and_all_its_end_tokens(
     assert (v.dtype, v.device, v.hidden_size) == (torch.float32, torch.device("cpu"), 32)
     assert not any(parameter.requires_grad for parameter in v.model.parameters())
     assert torch.equal(v.model(input_ids=random_ids(1, 4)).logits, saved(input_ids=random_ids(1, 4)).logits)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A verifier on disk: a small Llama, whose files a test may damage."""
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    model("llama").save_pretrained(tmp_path / "v")
+    tokenizer().save_pretrained(tmp_path / "v")
+    return tmp_path / "v"
+
+
+def load(folder: Path, **options: Any) -> Verifier:
+    return load_verifier(pin(VerifierConfig.model_validate({"model": str(folder), "dtype": "float32"} | options)))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
+    name = "model.layers.2.mlp.up_proj.weight"
+    change_weights(folder, lambda weights: weights[name][3, 5].fill_(value))
+    with pytest.raises(
+        ValueError, match=rf"verifier.model: .*not finite .*, such as {name}; get it again"
+    ):
+        load(folder)
+
+
+def test_weights_too_large_for_the_precision_are_refused(folder: Path) -> None:
+    change_weights(folder, lambda weights: weights["model.embed_tokens.weight"].mul_(1e6))
+    load(folder)
+    with pytest.raises(ValueError, match="not finite in torch.float16"):
+        load(folder, dtype="float16")
+
+
+def test_missing_weights_are_refused_and_not_made_up(folder: Path) -> None:
+    change_weights(folder, lambda weights: [weights.pop(f"model.layers.1.mlp.{n}_proj.weight") for n in ("up", "down")])
+    with pytest.raises(ValueError, match=r"lacks 2 weights of LlamaForCausalLM, such as model.layers.1.mlp.down_proj"):
+        load(folder)
+
+
+def test_a_verifier_whose_logits_are_made_in_an_unknown_way_is_refused(folder: Path) -> None:
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"logit_scale": 0.5}))  # which Llama does not look at
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM, whose logits are not those of LogitRule\(scale=0.5"):
+        load(folder)
+
+
+def test_a_layer_that_puts_out_zeros_is_found() -> None:
+    v = verifier()
+    v.decoder.layers[1].register_forward_hook(lambda _module, _inputs, output: output * 0)
+    assert "zeros" in find_fault(v)
+
+
+def test_attention_is_as_asked_for(folder: Path) -> None:
+    eager, fused = (load(folder, attn_implementation=name) for name in ("eager", "sdpa"))
+    assert (eager.model.config._attn_implementation, fused.model.config._attn_implementation) == ("eager", "sdpa")
+    ids_BT = random_ids(2, 9)
+    for one, other in zip(eager.forward(ids_BT, layers=[1]), fused.forward(ids_BT, layers=[1]), strict=True):
+        torch.testing.assert_close(one, other)
+    with pytest.raises(ValueError, match="cannot be loaded .*; choose another verifier.attn_implementation"):
+        load(folder, attn_implementation="flash_attention_2")
+
+
+def test_a_verifier_spread_over_the_devices_there_are_is_the_same(folder: Path) -> None:
+    pytest.importorskip("accelerate")
+    spread, whole = load(folder, device_map="auto"), load(folder)
+    ids_BT = random_ids(2, 9)
+    for one, other in zip(
+        spread.forward(ids_BT, layers=[0, 2], top_k=3), whole.forward(ids_BT, layers=[0, 2], top_k=3), strict=True
+    ):
+        torch.testing.assert_close(one.cpu(), other.cpu())
+
+
+def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    settings = json.loads((folder / "config.json").read_text())
+    own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": "own", "auto_map": own}))
+    with pytest.raises(ValueError, match="set verifier.trust_remote_code if you trust"):
+        load(folder)
+    assert type(load(folder, trust_remote_code=True).model).__name__ == "OwnForCausalLM"
+
+
+def test_the_text_part_of_a_multimodal_model_is_a_verifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
+    text = SIZES | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}
+    saved = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision)).eval()
+    saved.save_pretrained(tmp_path / "v")
+    tokenizer().save_pretrained(tmp_path / "v")
+    v = load(tmp_path / "v")
+    ids_BT = random_ids(2, 9)
+    whole = saved(input_ids=ids_BT, output_hidden_states=True)
+    states = v.forward(ids_BT, layers=[0, 2])
+    assert torch.equal(states.features_BTF, torch.cat([whole.hidden_states[1], whole.hidden_states[3]], dim=-1))
+    assert torch.equal(states.greedy_BT, whole.logits.argmax(-1))
 
 
 def write_gguf(path: Path, source: LlamaForCausalLM) -> None:

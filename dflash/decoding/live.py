@@ -65,7 +65,7 @@ def decode(
     cache = verifier.new_cache()
     device = verifier.device
     prompt_1T = torch.tensor([prompt_ids], device=device)
-    features_1TF, greedy_1T = verifier.forward(prompt_1T, layers=layers, cache=cache)
+    features_1TF, greedy_1T, *_ = verifier.forward(prompt_1T, layers=layers, cache=cache)
     context = drafter.context(features_1TF.to(storage_dtype))
     ids = [int(greedy_1T[0, -1])]
     accepted: list[int] = []
@@ -74,7 +74,7 @@ def decode(
         anchor = context.length
         visible_MM = ancestors(trees)[0]
         visible_MC = torch.cat([visible_MM.new_ones(len(visible_MM), anchor), visible_MM], dim=-1)
-        features_1MF, greedy_1M = verifier.forward(
+        features_1MF, greedy_1M, *_ = verifier.forward(
             torch.cat([prompt_1T.new_tensor([[ids[-1]]]), trees.tokens_BN], dim=-1),
             layers=layers,
             attention_mask=visible_MC[None, None],

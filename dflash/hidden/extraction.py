@@ -100,7 +100,7 @@ def _states(
         part = rows[batch.start : batch.stop]
         ids = [torch.tensor(values) for values in part["input_ids"].to_list()]
         padded_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        features_BTF, greedy_BT = verifier.forward(padded_BT, layers=layers)
+        features_BTF, greedy_BT, *_ = verifier.forward(padded_BT, layers=layers)
         features_BTF, greedy_BT = features_BTF.cpu(), greedy_BT.cpu()
         for i, (ids_T, mask) in enumerate(zip(ids, part["loss_mask"].to_list(), strict=True)):
             length = len(ids_T)

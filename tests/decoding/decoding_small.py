@@ -49,7 +49,7 @@ def make_row(
 ) -> RowStates:
     """As extraction stores it."""
     ids_1T = torch.tensor([prompt + response])
-    features_1TF, greedy_1T = verifier.forward(ids_1T, layers=LAYERS)
+    features_1TF, greedy_1T, *_ = verifier.forward(ids_1T, layers=LAYERS)
     supervised_T = torch.arange(ids_1T.shape[1]) >= len(prompt)
     return RowStates(features_1TF[0].to(dtype).clone(), ids_1T[0], supervised_T, greedy_1T[0].clone())
 

@@ -1,0 +1,237 @@
+"""Every family of verifiers: a tiny random model of each real class gives the states, choices and logits of the whole.
+
+`DFLASH_UPDATE_FAMILIES=1 pytest tests/test_families.py` writes docs/families.md, the table of what was checked.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from dflash.pinning import layer_kinds
+from dflash.verifier import FINAL_NORMS, Verifier, find_fault
+
+TABLE = Path(__file__).parent.parent / "docs" / "families.md"
+VOCABULARY = 67
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # wide, so that choices are clear
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 4}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+class Family(NamedTuple):
+    name: str
+    model_class: str
+    config: Mapping[str, Any] = MappingProxyType({})
+    wrapper: Mapping[str, Any] | None = None
+    """Of a multimodal model: settings beside those of its text part, which are `config`."""
+
+
+FAMILIES = [
+    Family("Qwen2", "Qwen2ForCausalLM"),
+    Family("Qwen3", "Qwen3ForCausalLM"),
+    Family("Qwen3-MoE", "Qwen3MoeForCausalLM", {"num_experts": 4, **EXPERTS}),
+    Family("Qwen3-Next", "Qwen3NextForCausalLM", {"num_experts": 4, **EXPERTS, **DELTA}),
+    Family("Qwen3.5", "Qwen3_5ForCausalLM", DELTA),
+    Family("Llama", "LlamaForCausalLM"),
+    Family("Mistral", "MistralForCausalLM", {"sliding_window": 4}),
+    Family("Gemma 2", "Gemma2ForCausalLM", {**SLIDING, "final_logit_softcapping": 3.0}),
+    Family("Gemma 3", "Gemma3ForCausalLM", SLIDING),
+    Family("Phi-3", "Phi3ForCausalLM"),
+    Family("GLM-4", "Glm4ForCausalLM"),
+    Family("gpt-oss", "GptOssForCausalLM", {
+        **SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32,
+        },
+    }),
+    Family("DeepSeek-V3", "DeepseekV3ForCausalLM", {**EXPERTS, **LATENT, "head_dim": 4}),
+    Family("OLMo 2", "Olmo2ForCausalLM"),
+    Family("Granite", "GraniteForCausalLM", {"logits_scaling": 4.0, "embedding_multiplier": 3.0}),
+    Family("Cohere", "CohereForCausalLM", {"logit_scale": 0.25}),
+    Family("HyperCLOVA X", "HyperCLOVAXForCausalLM", {"logits_scaling": 0.25}),
+    Family("MiniCPM3", "MiniCPM3ForCausalLM", {**LATENT, "dim_model_base": 8}),
+    Family("Falcon-H1", "FalconH1ForCausalLM", {
+        "lm_head_multiplier": 0.5, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    }),
+    Family("Gemma 3, multimodal", "Gemma3ForConditionalGeneration", SLIDING, {
+        "vision_config": {"model_type": "siglip_vision_model", **VISION}, "mm_tokens_per_image": 4,
+    }),
+    Family("Qwen2-VL", "Qwen2VLForConditionalGeneration", {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }, {"vision_config": {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32}}),
+]  # fmt: skip
+
+
+def build(family: Family) -> Verifier:
+    model_class = getattr(transformers, family.model_class, None)
+    if model_class is None:
+        pytest.skip(f"Transformers {transformers.__version__} has no {family.model_class}")
+    settings = SIZES | dict(family.config)
+    config_class = model_class.config_class
+    if family.wrapper is None:
+        config = config_class(**settings)
+    else:
+        config = config_class(text_config=settings, **family.wrapper)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return Verifier(model_class(config), None, eos_ids=frozenset())
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def verifier(request: pytest.FixtureRequest) -> Verifier:
+    return build(request.param)
+
+
+def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_taps_choices_and_logits_are_those_of_the_whole_model(verifier: Verifier) -> None:
+    ids_BT = random_ids(2, 13)
+    states = verifier.forward(ids_BT, layers=[0, 1, 2], final=True, top_k=5)
+    whole = verifier.model(input_ids=ids_BT, output_hidden_states=True)
+    assert torch.equal(states.features_BTF, torch.cat(whole.hidden_states[1:4], dim=-1))
+    assert states.features_BTF.unflatten(-1, (3, -1)).any(-1).all()  # a running state is no excuse for zeros
+    assert torch.equal(states.final_BTH, whole.hidden_states[4])
+    torch.testing.assert_close(verifier.logits(states.final_BTH), whole.logits)
+    assert torch.equal(states.greedy_BT, whole.logits.argmax(-1))
+    logprobs, ids = whole.logits.log_softmax(-1).topk(5)
+    assert torch.equal(states.topk_ids_BTK, ids)
+    torch.testing.assert_close(states.topk_logprobs_BTK, logprobs)
+
+
+def test_rows_padded_on_the_right_are_as_each_row_alone(verifier: Verifier) -> None:
+    rows = [random_ids(n, seed=n) for n in (21, 4, 9)]
+    padded_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    together = verifier.forward(padded_BT, layers=[0, 2], final=True, top_k=3)
+    for i, row in enumerate(rows):
+        alone = verifier.forward(row[None], layers=[0, 2], final=True, top_k=3)
+        for of_batch, of_row in zip(together, alone, strict=True):
+            torch.testing.assert_close(of_batch[i, : len(row)], of_row[0], rtol=1e-4, atol=1e-4)
+
+
+def test_taps_alone_are_the_same_without_the_layers_behind_them(verifier: Verifier) -> None:
+    ids_BT = random_ids(2, 9)
+    expected = verifier.forward(ids_BT, layers=[0, 1]).features_BTF
+
+    def must_not_run(*_: Any) -> None:
+        pytest.fail("a layer behind the last tap ran")
+
+    hook = verifier.decoder.layers[2].register_forward_pre_hook(must_not_run)
+    alone = verifier.forward(ids_BT, layers=[0, 1], greedy=False)
+    assert torch.equal(alone.features_BTF, expected)
+    assert not any(part.numel() for part in alone[1:])
+    hook.remove()
+    assert torch.equal(verifier.forward(ids_BT, layers=[0, 1]).features_BTF, expected)
+
+
+def test_a_family_is_sound(verifier: Verifier) -> None:
+    assert find_fault(verifier) == ""
+
+
+def test_where_live_decoding_is_offered_a_branch_is_as_its_path_alone(verifier: Verifier) -> None:
+    try:
+        cache = verifier.new_cache()
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    prompt_T, nodes_N = random_ids(7), random_ids(3, seed=1)  # the third node is a sibling of the second
+    visible = torch.ones(1, 1, 3, 10, dtype=torch.bool).tril(7)
+    visible[..., 2, 8] = False
+    verifier.forward(prompt_T[None], layers=[], cache=cache)
+    tree = verifier.forward(
+        nodes_N[None], layers=[0, 2], attention_mask=visible, position_ids=torch.tensor([[7, 8, 8]]), cache=cache
+    )
+    for node, path in enumerate([[0], [0, 1], [0, 2]]):
+        alone = verifier.forward(torch.cat([prompt_T, nodes_N[path]])[None], layers=[0, 2])
+        torch.testing.assert_close(tree.features_BTF[0, node], alone.features_BTF[0, -1], rtol=1e-4, atol=1e-4)
+        assert tree.greedy_BT[0, node] == alone.greedy_BT[0, -1]
+
+
+def norm_kind(norm: torch.nn.Module) -> str:
+    """By what it does to a vector, whatever it is called."""
+    norm.weight.data.copy_(torch.linspace(0.5, 2, len(norm.weight)))
+    x_H = random_ids(len(norm.weight)).float()
+    unit_H = torch.nn.functional.rms_norm(x_H, x_H.shape)
+    kinds = {
+        "RMS, w": unit_H * norm.weight,
+        "RMS, 1 + w": unit_H * (1 + norm.weight),
+        "layer": torch.nn.functional.layer_norm(x_H, x_H.shape) * norm.weight,
+    }
+    return next(kind for kind, y_H in kinds.items() if torch.allclose(norm(x_H), y_H, atol=1e-3))
+
+
+def table_row(family: Family) -> str:
+    verifier = build(family)
+    config = verifier.model.config.get_text_config()
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or layer_kinds(config.to_dict()))
+    norm = next(getattr(verifier.decoder, name) for name in FINAL_NORMS if hasattr(verifier.decoder, name))
+    scale, softcap = verifier.logit_rule
+    logits = [text for text, is_so in (("scaled", scale != 1), ("soft-capped", softcap is not None)) if is_so]
+    try:
+        verifier.new_cache()
+        live = "yes"
+    except ValueError:
+        live = "replay only"
+    cells = (
+        family.name,
+        f"`{family.model_class}`",
+        ", ".join(kind.replace("_", " ") for kind in kinds),
+        norm_kind(norm),
+        ", ".join(logits) or "plain",
+        live,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+HEADER = """\
+# Verifier families
+
+Written by `DFLASH_UPDATE_FAMILIES=1 pytest tests/test_families.py`. For a tiny random model of each class, the tests
+check that taps, final state, greedy choices, logits and log-probabilities are those of the whole model, that rows in a
+padded batch are as each row alone, and that nothing behind the last tap runs where only taps are asked for. A family
+that is not listed is checked in the same way on a short text whenever it is loaded, and refused where it differs.
+
+The final norm is part of the stored final state. *w* is its weight. Logits are the LM head's output, scaled or
+soft-capped where the table says so.
+
+| family | class | layers | final norm | logits | live decoding |
+|---|---|---|---|---|---|
+"""
+
+
+def test_the_table_of_families_is_up_to_date() -> None:
+    known = [family for family in FAMILIES if hasattr(transformers, family.model_class)]
+    rows = [table_row(family) for family in known]
+    if os.environ.get("DFLASH_UPDATE_FAMILIES"):
+        assert known == FAMILIES, "install a Transformers that has them all"
+        TABLE.parent.mkdir(exist_ok=True)
+        TABLE.write_text(HEADER + "\n".join(rows) + "\n")
+    written = TABLE.read_text()
+    assert written.startswith(HEADER)
+    assert set(rows) <= set(written.splitlines())
+    assert written.count("\n| ") == len(FAMILIES) + 1
