@@ -251,8 +251,25 @@ class ExtractionConfig(Config):
         title="Tap layers",
         description="0-based decoder layers whose output is taken; empty uses the formula.",
     )
-    storage_dtype: Literal["bfloat16", "float32"] = Field(
-        "bfloat16", title="Stored precision", description="float32 doubles the bytes; exact for a float32 verifier."
+    storage_dtype: Literal["bfloat16", "float32", "fp8"] = Field(
+        "bfloat16",
+        title="Stored precision",
+        description="Of the taps. fp8 halves the bytes at 2 to 3 % error; float32 doubles them, exact for a float32 "
+        "verifier.",
+    )
+    store_final: bool = Field(
+        False, title="Store final state", description="What the verifier's head reads, never as fp8."
+    )
+    top_k: int = Field(
+        0, title="Top k", ge=0, le=1024, description="Store the K likeliest next tokens and their log-probabilities."
+    )
+    max_left_out_share: float = Field(
+        0.01,
+        title="Most left out",
+        ge=0,
+        le=1,
+        description="Fail a shard where a larger share of its rows has unusable hidden states; fewer are left out.",
+        json_schema_extra=PRACTICAL,
     )
     shard_tokens: int = Field(
         1_000_000, title="Tokens per shard", gt=0, description="A shard is the unit of retry and resume."

@@ -1,50 +1,74 @@
-"""Hidden states on disk: writing one shard, reading single rows. The home of Zarr; knows no model.
+"""Hidden states on disk: writing one shard, reading rows. Knows no model; how Zarr lays arrays out is known to `raw`.
 
-A shard is a Zarr v3 group: `features` (tokens, taps x hidden), `input_ids`, `loss_mask`, `greedy_ids`, and `offsets`,
-the first token of each row. Every chunk carries a CRC, and a shard counts only with its manifest, because Zarr itself
-reads a missing file as zeros. bfloat16, which Zarr lacks, is stored as the bits of uint16.
+A shard is a Zarr v3 group of arrays, a row per token: `features` (taps x hidden), `input_ids`, `loss_mask`,
+`greedy_ids`; where asked for `final`, `topk_ids` and `topk_logprobs`; with fp8 the `scales` of the features. `offsets`
+are the first token of each conversation, and the end. `kept` is 0 for a conversation with unusable states: its mask is
+0, its states mean nothing, and ledger.json says why. A shard counts only with its manifest.
 
-T tokens, F features (taps x hidden size)
+B batch, T tokens, K taps or likeliest tokens, H hidden size, F features (taps x hidden size), R rows
 """
 
 import json
-import threading
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
 import torch
-import zarr
 from safetensors.torch import load_file
-from zarr.codecs import Crc32cCodec
 
-from dflash.manifests import MANIFEST, Damaged, Manifest, load_manifest, verify
+from dflash.hidden.encoding import ENCODINGS, GROUP, NUMBERS, as_stored, bits, decode_fp8, encode, encode_fp8
+from dflash.hidden.raw import ArrayReader, ArrayWriter, read_attributes, write_group
+from dflash.manifests import MANIFEST, Damaged, Manifest, load_manifest, verify, write_atomically
 
-CHUNK_BYTES = 2 * 2**20
-SHARD_FILE_BYTES = 256 * 2**20
+FORMAT, FORMAT_VERSION = "dflash-hidden-states", 2
+CHUNK_BYTES = 512 * 2**10  # little is read besides a row, and a checksum still finds its chunk in the cache
+CHUNK_TOKENS = 512
+FILE_BYTES = 256 * 2**20
+# A row's median token norm against that of all rows of the shard. Single tokens have a thousand times the usual norm,
+# and medians of short rows see some of that; what must not pass is a row of another scale, precision or layer.
+NORM_FACTOR = 32.0
 DAMAGED_MANIFEST = f"{MANIFEST}.damaged"
-ATTRIBUTES: dict[str, dict[str, Any]] = {
-    "bfloat16": {
-        "logical_dtype": "bfloat16",
-        "bit_layout": "SEEEEEEEEMMMMMMM",
-        "endian": "little",
-        "decode": "torch.from_numpy(a).view(torch.bfloat16)",
-    },
-    "float32": {"logical_dtype": "float32"},
-}
+LEDGER = "ledger.json"
+FINAL = "the output of the verifier's final norm, which its LM head reads"
+SAME = ("storage_dtype", "num_taps", "hidden_size", "store_final", "top_k", "target_layer_ids", "verifier")
 
 
 class RowStates(NamedTuple):
-    """One conversation: features in the stored precision, ids and greedy choices as int64, mask as bool, all on CPU."""
+    """One conversation: features in the stored precision, ids and greedy choices as int64, mask as bool, all on CPU.
+
+    The rest is None where it is not stored: the state that the verifier's head reads, and the verifier's likeliest
+    tokens after each token, with their log-probabilities.
+    """
 
     features_TF: torch.Tensor  # noqa: N815
     input_ids_T: torch.Tensor  # noqa: N815
     loss_mask_T: torch.Tensor  # noqa: N815
     greedy_ids_T: torch.Tensor  # noqa: N815
+    final_TH: torch.Tensor | None = None  # noqa: N815
+    topk_ids_TK: torch.Tensor | None = None  # noqa: N815
+    topk_logprobs_TK: torch.Tensor | None = None  # noqa: N815
+
+
+ARRAYS = ("features", "input_ids", "loss_mask", "greedy_ids", "final", "topk_ids", "topk_logprobs")  # of these fields
+
+
+class BatchStates(NamedTuple):
+    """Conversations one beside the other, zeros after each one's end."""
+
+    features_BTF: torch.Tensor  # noqa: N815
+    input_ids_BT: torch.Tensor  # noqa: N815
+    loss_mask_BT: torch.Tensor  # noqa: N815
+    greedy_ids_BT: torch.Tensor  # noqa: N815
+    final_BTH: torch.Tensor | None  # noqa: N815
+    topk_ids_BTK: torch.Tensor | None  # noqa: N815
+    topk_logprobs_BTK: torch.Tensor | None  # noqa: N815
+    lengths_B: torch.Tensor  # noqa: N815
 
 
 class Row(NamedTuple):
@@ -60,10 +84,26 @@ class Row(NamedTuple):
     start: int
 
 
+class ArrayKind(NamedTuple):
+    """What an array holds per token, and how it is decoded."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    attributes: dict[str, Any]
+
+
+class LeftOut(NamedTuple):
+    """A conversation whose states no one could use; `row` is its number in the shard."""
+
+    row: int
+    id: str
+    reason: str
+
+
 def layout(row_bytes: int, num_tokens: int) -> tuple[int, int]:
-    """(tokens per chunk, tokens per file): chunks of at most 2 MiB, files of at most 256 MiB."""
-    chunk = max(16, min(512, 2 ** (max(1, CHUNK_BYTES // row_bytes).bit_length() - 1)))
-    file = chunk * max(1, SHARD_FILE_BYTES // row_bytes // chunk)
+    """(tokens per chunk, tokens per file): chunks of at most 512 KiB, files of at most 256 MiB."""
+    chunk = min(CHUNK_TOKENS, 2 ** (max(1, CHUNK_BYTES // row_bytes).bit_length() - 1))
+    file = chunk * max(1, FILE_BYTES // row_bytes // chunk)
     return chunk, min(file, -(-num_tokens // chunk) * chunk)
 
 
@@ -77,127 +117,241 @@ def write_shard(
     hidden_size: int,
     storage_dtype: str,
     attributes: Mapping[str, Any],
-) -> None:
-    """Write the rows, in order, as a Zarr group into an empty folder; holds one file's worth of features in memory.
+    store_final: bool = False,
+    top_k: int = 0,
+    vocab_size: int = 2**31,
+    max_left_out_share: float = 0.0,
+) -> list[LeftOut]:
+    """Write the rows, in order, as a Zarr group into an empty folder, a chunk at a time; returns those left out.
 
-    Raises ValueError, naming the row by its `ids`, for values that are not finite, a tap that is zero throughout, a
-    length other than announced, and a wrong number of rows.
+    Left out are rows of other shapes than announced, with ids outside the vocabulary, values that are not finite, a
+    tap that is zero throughout or the same for different tokens, or norms far from the other rows'. Raises ValueError,
+    with the first reason, where that is more than the share, and for a wrong number of rows.
     """
-    num_tokens, width = sum(lengths), num_taps * hidden_size
-    dtype = np.dtype("<u2" if storage_dtype == "bfloat16" else "<f4")
-    chunk, file = layout(width * dtype.itemsize, num_tokens)
-    group = zarr.create_group(folder, zarr_format=3, attributes=dict(attributes))
-    features = group.create_array(
-        "features",
-        shape=(num_tokens, width),
-        chunks=(chunk, width),
-        shards=(file, width),
-        dtype=dtype,
-        fill_value=0,
-        filters=None,
-        compressors=[Crc32cCodec()],
-        dimension_names=("token", "feature"),
-        attributes=ATTRIBUTES[storage_dtype],
-        config={"write_empty_chunks": True},
-    )
-    columns = {
-        "input_ids": np.empty(num_tokens, "<i4"),
-        "loss_mask": np.empty(num_tokens, "u1"),
-        "greedy_ids": np.empty(num_tokens, "<i4"),
-        "offsets": np.cumsum([0, *lengths], dtype="<i8"),
-    }
-    buffer, filled, start = np.empty((file, width), dtype), 0, 0  # a file is written whole: Zarr rewrites it otherwise
-    count = 0
-    for count, row in enumerate(rows, start=1):
-        if count > len(lengths):
-            raise ValueError(f"{folder}: more rows than the {len(lengths)} announced")
-        _check(row, name=ids[count - 1], length=lengths[count - 1], num_taps=num_taps, hidden_size=hidden_size)
-        span = slice(columns["offsets"][count - 1], columns["offsets"][count])
-        columns["input_ids"][span] = row.input_ids_T.numpy()
-        columns["loss_mask"][span] = row.loss_mask_T.numpy()
-        columns["greedy_ids"][span] = row.greedy_ids_T.numpy()
-        rest = _to_numpy(row.features_TF, storage_dtype)
-        while len(rest):
-            taken = min(len(rest), file - filled)
-            buffer[filled : filled + taken] = rest[:taken]
-            filled, rest = filled + taken, rest[taken:]
-            if filled == file:
-                features[start : start + file] = buffer
-                start, filled = start + file, 0
-    if count != len(lengths):
-        raise ValueError(f"{folder}: {count} rows, {len(lengths)} announced")
-    if filled:
-        features[start : start + filled] = buffer[:filled]
-    for name, values in columns.items():
-        array = group.create_array(
-            name,
-            shape=values.shape,
-            chunks=values.shape,
-            dtype=values.dtype,
-            fill_value=0,
-            filters=None,
-            compressors=[Crc32cCodec()],
-            config={"write_empty_chunks": True},
+    if storage_dtype == "fp8" and hidden_size % GROUP:
+        raise ValueError(
+            f"extraction.storage_dtype: fp8 needs a hidden size divisible by {GROUP}, the verifier's is {hidden_size}; "
+            "use bfloat16"
         )
-        array[:] = values
+    kinds = _array_kinds(num_taps, hidden_size, storage_dtype=storage_dtype, store_final=store_final, top_k=top_k)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    mask_T = np.zeros(offsets[-1], np.uint8)  # written last: only then is it known which rows are kept
+    kept_R = np.ones(len(lengths), np.uint8)
+    left_out: list[LeftOut] = []
+    norms: dict[int, torch.Tensor] = {}
+    errors: list[tuple[float, int, float]] = []  # of each row: sum of squares, count, largest
+
+    def leave_out(number: int, reason: str) -> None:
+        left_out.append(LeftOut(number, ids[number], reason))
+        kept_R[number] = 0
+        mask_T[offsets[number] : offsets[number + 1]] = 0
+        if len(left_out) > max_left_out_share * len(lengths):
+            raise ValueError(
+                f"row {left_out[0].id}: {left_out[0].reason} (extraction.max_left_out_share is "
+                f"{max_left_out_share:g}, and this is number {len(left_out)} of {len(lengths)} rows)"
+            )
+
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(_writer(folder / name, kind, len(mask_T), dimension="token"))
+            for name, kind in kinds.items()
+        }
+        count = 0
+        for count, row in enumerate(rows, start=1):
+            number = count - 1
+            if count > len(lengths):
+                raise ValueError(f"{folder}: more rows than the {len(lengths)} announced")
+            reason, norms_K = _inspect(
+                row, length=lengths[number], kinds=kinds, num_taps=num_taps, vocab_size=vocab_size
+            )
+            if reason:
+                leave_out(number, reason)
+                numbers = {name: np.zeros((lengths[number], *kind.shape), kind.dtype) for name, kind in kinds.items()}
+            else:
+                norms[number] = norms_K
+                numbers = _numbers(row, kinds)
+                mask_T[offsets[number] : offsets[count]] = numbers["loss_mask"]
+                if storage_dtype == "fp8":
+                    errors.append(_relative_errors(row.features_TF, num_taps))
+            for name in kinds.keys() - {"loss_mask"}:
+                writers[name].append(numbers[name])
+        if count != len(lengths):
+            raise ValueError(f"{folder}: {count} rows, {len(lengths)} announced")
+        for number, reason in _far_from_the_others(norms, num_taps):
+            leave_out(number, reason)
+        writers["loss_mask"].append(mask_T)
+        for name, column in (("offsets", offsets), ("kept", kept_R)):
+            kind = ArrayKind(column.dtype.name, (), {})
+            stack.enter_context(_writer(folder / name, kind, len(column), dimension="row")).append(column)
+    if left_out:
+        write_atomically(folder / LEDGER, json.dumps([entry._asdict() for entry in left_out], indent=1))
+    own = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "storage_dtype": storage_dtype,
+        "num_taps": num_taps,
+        "hidden_size": hidden_size,
+        "store_final": store_final,
+        "top_k": top_k,
+        "left_out": len(left_out),
+    }
+    if errors:
+        squares, counts, largest = zip(*errors, strict=True)
+        rms = (sum(squares) / sum(counts)) ** 0.5
+        own["fp8_error"] = {"of": "|decoded - exact| / |exact| per token and tap", "rms": rms, "max": max(largest)}
+    write_group(folder, {**attributes, **own})
+    return left_out
 
 
-def _to_numpy(features_TF: torch.Tensor, storage_dtype: str) -> np.ndarray:
-    stored = features_TF.to(getattr(torch, storage_dtype)).contiguous()
-    return (stored.view(torch.uint16) if storage_dtype == "bfloat16" else stored).numpy()
+def _array_kinds(
+    num_taps: int, hidden_size: int, *, storage_dtype: str, store_final: bool, top_k: int
+) -> dict[str, ArrayKind]:
+    """The arrays with a row per token."""
+    width, final = num_taps * hidden_size, "float32" if storage_dtype == "float32" else "bfloat16"
+    kinds = {
+        "features": ArrayKind(NUMBERS[storage_dtype], (width,), ENCODINGS[storage_dtype]),
+        "input_ids": ArrayKind("int32", (), {}),
+        "loss_mask": ArrayKind("uint8", (), {}),
+        "greedy_ids": ArrayKind("int32", (), {}),
+    }
+    if storage_dtype == "fp8":
+        kinds["scales"] = ArrayKind("uint16", (width // GROUP,), ENCODINGS["bfloat16"])
+    if store_final:
+        kinds["final"] = ArrayKind(NUMBERS[final], (hidden_size,), ENCODINGS[final] | {"state": FINAL})
+    if top_k:
+        kinds["topk_ids"] = ArrayKind("int32", (top_k,), {})
+        kinds["topk_logprobs"] = ArrayKind("float32", (top_k,), {})
+    return kinds
 
 
-def _check(row: RowStates, *, name: str, length: int, num_taps: int, hidden_size: int) -> None:
-    shapes = [tuple(tensor.shape) for tensor in row]
-    if shapes != [(length, num_taps * hidden_size), (length,), (length,), (length,)]:
-        raise ValueError(f"row {name}: states of shapes {shapes} for {length} tokens and {num_taps} x {hidden_size}")
-    if not torch.isfinite(row.features_TF).all():
-        raise ValueError(f"row {name}: hidden states are not finite; try another verifier.dtype, such as bfloat16")
-    alive_K = row.features_TF.view(length, num_taps, hidden_size).any(dim=2).any(dim=0)
-    if not alive_K.all():
-        dead = alive_K.tolist().index(False)
-        raise ValueError(f"row {name}: tap {dead} is zero throughout; choose other extraction.target_layer_ids")
+def _writer(folder: Path, kind: ArrayKind, num_rows: int, *, dimension: str) -> ArrayWriter:
+    chunk, file = layout(math.prod(kind.shape) * np.dtype(kind.dtype).itemsize, num_rows)
+    return ArrayWriter(
+        folder,
+        row_shape=kind.shape,
+        dtype=kind.dtype,
+        chunk=chunk,
+        file=file,
+        dimension_names=[dimension, "channel"][: 1 + len(kind.shape)],
+        attributes=kind.attributes,
+    )
 
 
-@dataclass(frozen=True)
-class _Shard:
-    features: Any  # zarr.Array
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    greedy_ids: np.ndarray
+def _numbers(row: RowStates, kinds: Mapping[str, ArrayKind]) -> dict[str, np.ndarray]:
+    """What goes into each array."""
+    numbers = {}
+    for name, tensor in zip(ARRAYS, row, strict=True):
+        if name not in kinds or tensor is None:
+            continue
+        if "scales" in kinds and name == "features":
+            numbers["features"], numbers["scales"] = encode_fp8(tensor)
+        elif "logical_dtype" in kinds[name].attributes:
+            numbers[name] = encode(tensor, kinds[name].attributes["logical_dtype"])
+        else:
+            numbers[name] = tensor.numpy()
+    return numbers
+
+
+def _inspect(
+    row: RowStates, *, length: int, kinds: Mapping[str, ArrayKind], num_taps: int, vocab_size: int
+) -> tuple[str, torch.Tensor]:
+    """Why the row is of no use, or an empty text; and the median norm of its tokens at each tap and the final state."""
+    given: dict[str, Any] = {name: tensor for name, tensor in zip(ARRAYS, row, strict=True) if name in kinds}
+    shapes = {name: None if tensor is None else tuple(tensor.shape) for name, tensor in given.items()}
+    wanted = {name: (length, *kinds[name].shape) for name in given}
+    if shapes != wanted:
+        return f"states of shapes {shapes}, expected {wanted}", torch.empty(0)
+    for name in given.keys() & {"input_ids", "greedy_ids", "topk_ids"}:
+        low, high = map(int, given[name].aminmax())
+        if low < 0 or high >= vocab_size:
+            return f"{name} from {low} to {high} in a vocabulary of {vocab_size}", torch.empty(0)
+    states = list(row.features_TF.unflatten(1, (num_taps, -1)).unbind(1))
+    if "final" in given:
+        states.append(given["final"])
+    norms_TK = torch.stack([torch.linalg.vector_norm(s, dim=-1, dtype=torch.float32) for s in states], dim=1)
+    if not norms_TK.isfinite().all():
+        return "hidden states are not finite; try another verifier.dtype, such as bfloat16", norms_TK[0]
+    if "topk_logprobs" in given and not given["topk_logprobs"].isfinite().all():
+        return "log-probabilities are not finite; try another verifier.dtype, such as bfloat16", norms_TK[0]
+    several = len(row.input_ids_T.unique()) > 1
+    for k, (state, norms_T) in enumerate(zip(states, norms_TK.unbind(1), strict=True)):
+        if not norms_T.any():
+            return f"{_tap(k, num_taps)} is zero throughout; choose other extraction.target_layer_ids", norms_TK[0]
+        # one layer gives one state for all tokens only where the tokens are all the same
+        if several and (norms_T == norms_T[0]).all() and (state == state[0]).all():
+            return (
+                f"{_tap(k, num_taps)} is the same for every token; choose other extraction.target_layer_ids",
+                norms_TK[0],
+            )
+    return "", norms_TK.median(0).values
+
+
+def _tap(number: int, num_taps: int) -> str:
+    return f"tap {number}" if number < num_taps else "the final state"
+
+
+def _far_from_the_others(norms: Mapping[int, torch.Tensor], num_taps: int) -> Iterator[tuple[int, str]]:
+    """Rows with a tap of another order of magnitude than is usual in the shard, and the reason."""
+    if not norms:
+        return
+    norms_RK = torch.stack(list(norms.values()))
+    usual_K = norms_RK.median(0).values
+    far_RK = (norms_RK > NORM_FACTOR * usual_K) | (norms_RK < usual_K / NORM_FACTOR)
+    for i, number in enumerate(norms):
+        if far_RK[i].any():
+            k = int(far_RK[i].nonzero()[0])
+            yield number, f"{_tap(k, num_taps)} has norms about {norms_RK[i, k]:.3g}, other rows about {usual_K[k]:.3g}"
+
+
+def _relative_errors(features_TF: torch.Tensor, num_taps: int) -> tuple[float, int, float]:
+    """Of fp8, over tokens and taps: sum of squares, count, largest."""
+    exact_TKH = features_TF.float().unflatten(1, (num_taps, -1))
+    stored_TKH = as_stored(features_TF, "fp8").float().unflatten(1, (num_taps, -1))
+    norms_TK = exact_TKH.norm(dim=-1)
+    errors_N = (stored_TKH.sub_(exact_TKH).norm(dim=-1) / norms_TK)[norms_TK > 0]
+    return errors_N.square().sum().item(), errors_N.numel(), errors_N.max().item()
 
 
 class HiddenStates:
     """The hidden states of a corpus, read row by row. `info` is its states.json, `rows` its index in corpus order.
 
-    May be read from several threads at once. Ids and masks of the shards touched stay in memory (9 bytes per token).
+    Any number of threads may read at once, each into memory of its own; other processes may be sent it. Keeps no file
+    open, and in memory only where the chunks of the files touched begin.
     """
 
-    def __init__(self, folder: Path, *, info: dict[str, Any], rows: list[Row]) -> None:
+    def __init__(self, folder: Path, *, info: dict[str, Any], rows: list[Row], attributes: dict[str, Any]) -> None:
         self.folder = folder
         self.info = info
         self.rows = rows
-        self._dtype: torch.dtype = getattr(torch, info["storage_dtype"])
-        self._shards: dict[int, _Shard] = {}
-        self._lock = threading.Lock()
+        self._attributes = attributes  # of any of its shards
+        self._arrays: dict[tuple[int, str], ArrayReader] = {}
 
     @classmethod
     def open(cls, folder: Path) -> "HiddenStates":
         """Open an extraction artifact whose files are all there and untouched; raises Damaged otherwise.
 
-        A damaged shard loses its manifest, so that the next extraction redoes that shard and no other.
+        A damaged shard loses its manifest, so that the next extraction redoes that shard and no other. Raises
+        ValueError for shards of another format, or that do not belong together.
         """
         manifest = load_manifest(folder)
+        info = json.loads((folder / "states.json").read_text())
+        known = {
+            "storage_dtype": info["storage_dtype"],
+            "target_layer_ids": info["target_layer_ids"],
+            "verifier": info["verifier"]["identity"],
+        }
+        attributes: dict[str, Any] = {}
         for shard in sorted((folder / "shards").glob("[0-9]*")):
             part = load_manifest(shard)
             try:
                 _verify(part, shard)
+                attributes = read_attributes(shard)
             except Damaged as damage:
                 raise _set_aside(shard, damage) from damage
+            _check_attributes(shard, attributes, known)
         _verify(manifest, folder)
-        info = json.loads((folder / "states.json").read_text())
         index = pl.read_parquet(folder / "index.parquet").select(Row._fields)
-        return cls(folder, info=info, rows=[Row(*values) for values in index.iter_rows()])
+        return cls(folder, info=info, rows=[Row(*values) for values in index.iter_rows()], attributes=attributes)
 
     @property
     def verifier_config(self) -> dict[str, Any]:
@@ -210,36 +364,137 @@ class HiddenStates:
 
     def read(self, row_number: int) -> RowStates:
         """The states of one row of `rows`, every byte checked against its CRC; raises Damaged naming the shard."""
-        row = self.rows[row_number]
-        folder = self._shard_folder(row.shard)
-        span = slice(row.start, row.start + row.length)
+        states = self._memory(self.rows[row_number].length, pinned=False)
+        self._read(row_number, states, verify=True)
+        return states
+
+    def buffers(self, num_tokens: int) -> RowStates:
+        """Memory for a batch of up to so many padded tokens; pinned where there is a GPU."""
+        return self._memory(num_tokens, pinned=torch.cuda.is_available())
+
+    def read_into(self, row_numbers: Sequence[int], buffers: RowStates, *, verify: bool = True) -> BatchStates:
+        """Read rows into `buffers`, padded to the longest; the batch is a view of them. Raises as `read` does.
+
+        Without `verify` bytes are not checked against their CRC, which is faster; missing ones are still noticed.
+        """
+        lengths = [self.rows[number].length for number in row_numbers]
+        size = (len(lengths), max(lengths))
+        if math.prod(size) > len(buffers.input_ids_T):
+            raise ValueError(
+                f"{size[0]} rows of up to {size[1]} tokens do not fit into {len(buffers.input_ids_T)} tokens"
+            )
+        views: list[Any] = [
+            None if memory is None else memory[: math.prod(size)].unflatten(0, size) for memory in buffers
+        ]
+        for i, (number, length) in enumerate(zip(row_numbers, lengths, strict=True)):
+            row = RowStates._make(None if view is None else view[i, :length] for view in views)
+            self._read(number, row, verify=verify)
+            for view in views:
+                if view is not None:
+                    view[i, length:] = 0
+        return BatchStates._make([*views, torch.tensor(lengths)])
+
+    def stream(
+        self, batches: Iterable[Sequence[int]], *, max_tokens: int, threads: int = 2, verify: bool = True
+    ) -> Generator[BatchStates, None, None]:
+        """Batches of rows, in order, read ahead by threads into buffers of `max_tokens` padded tokens.
+
+        The buffers are reused: a batch is valid until the next is asked for. Copies to a GPU that were queued before
+        that are waited for.
+        """
+        spare = deque((self.buffers(max_tokens), _queued_copies()) for _ in range(threads + 1))
+        pending: deque[tuple[RowStates, Future[BatchStates]]] = deque()
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="hidden-states")
+
+        def load(rows: Sequence[int], buffers: RowStates, copies: torch.cuda.Event | None) -> BatchStates:
+            if copies is not None:
+                copies.synchronize()
+            return self.read_into(rows, buffers, verify=verify)
+
+        def oldest() -> Generator[BatchStates, None, None]:
+            buffers, batch = pending.popleft()
+            yield batch.result()
+            spare.append((buffers, _queued_copies()))
+
         try:
-            shard = self._shard(row.shard)
-            features = np.ascontiguousarray(shard.features[span])
-        except (ValueError, FileNotFoundError) as error:  # what Zarr raises for a wrong CRC, and for no metadata
-            raise _set_aside(folder, error) from error
-        features_TF = torch.from_numpy(features)
-        if self._dtype == torch.bfloat16:
-            features_TF = features_TF.view(torch.bfloat16)
-        if not features.any():  # never written so: the file is gone, which Zarr reads as zeros
-            raise _set_aside(folder, Damaged("a file of the array 'features' is missing"))
+            for rows in batches:
+                if not spare:
+                    yield from oldest()
+                buffers, copies = spare.popleft()
+                pending.append((buffers, pool.submit(load, rows, buffers, copies)))
+            while pending:
+                yield from oldest()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _memory(self, num_tokens: int, *, pinned: bool) -> RowStates:
+        width = self._attributes["num_taps"] * self._attributes["hidden_size"]
+        precision = torch.float32 if self._attributes["storage_dtype"] == "float32" else torch.bfloat16
+
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(num_tokens, *shape, dtype=dtype, pin_memory=pinned)
+
+        final, top_k = self._attributes["store_final"], self._attributes["top_k"]
         return RowStates(
-            features_TF,
-            torch.from_numpy(shard.input_ids[span].astype(np.int64)),
-            torch.from_numpy(shard.loss_mask[span].astype(bool)),
-            torch.from_numpy(shard.greedy_ids[span].astype(np.int64)),
+            empty(width, dtype=precision),
+            empty(dtype=torch.int64),
+            empty(dtype=torch.bool),
+            empty(dtype=torch.int64),
+            empty(self._attributes["hidden_size"], dtype=precision) if final else None,
+            empty(top_k, dtype=torch.int64) if top_k else None,
+            empty(top_k, dtype=torch.float32) if top_k else None,
         )
+
+    def _read(self, row_number: int, out: RowStates, *, verify: bool) -> None:
+        """Fill `out`, which is as long as the row."""
+        row = self.rows[row_number]
+        stop = row.start + row.length
+        try:
+            for name, tensor in zip(ARRAYS, out, strict=True):
+                if tensor is None:
+                    continue
+                array = self._array(row.shard, name)
+                if name == "features" and self._attributes["storage_dtype"] == "fp8":
+                    scales = self._array(row.shard, "scales").read(row.start, stop, verify=verify)
+                    decode_fp8(array.read(row.start, stop, verify=verify), scales, tensor)
+                elif tensor.dtype == torch.int64:
+                    tensor.copy_(torch.from_numpy(array.read(row.start, stop, verify=verify)))
+                else:
+                    array.read_into(row.start, bits(tensor, array.dtype), verify=verify)
+        except Damaged as damage:
+            raise _set_aside(self._shard_folder(row.shard), damage) from damage
 
     def _shard_folder(self, number: int) -> Path:
         return self.folder / "shards" / f"{number:04d}"
 
-    def _shard(self, number: int) -> _Shard:
-        with self._lock:
-            if number not in self._shards:
-                group: Any = zarr.open_group(self._shard_folder(number), mode="r", zarr_format=3)
-                columns = {name: np.asarray(group[name][:]) for name in ("input_ids", "loss_mask", "greedy_ids")}
-                self._shards[number] = _Shard(group["features"], **columns)
-            return self._shards[number]
+    def _array(self, shard: int, name: str) -> ArrayReader:
+        if (shard, name) not in self._arrays:
+            self._arrays[shard, name] = ArrayReader(self._shard_folder(shard) / name)
+        return self._arrays[shard, name]
+
+
+def _check_attributes(shard: Path, attributes: Mapping[str, Any], known: dict[str, Any]) -> None:
+    """Raises ValueError unless the shard is of this format and agrees with what is `known`, which learns from it."""
+    found = (attributes.get("format"), attributes.get("format_version"))
+    if found != (FORMAT, FORMAT_VERSION):
+        raise ValueError(
+            f"{shard}: format {found[0]} {found[1]}, expected {FORMAT} {FORMAT_VERSION}; run the extraction stage again"
+        )
+    for name in attributes.keys() & set(SAME):
+        if attributes[name] != known.setdefault(name, attributes[name]):
+            raise ValueError(
+                f"{shard}: {name} is {attributes[name]}, that of the artifact is {known[name]}; delete the shard "
+                "and run the extraction stage again"
+            )
+
+
+def _queued_copies() -> torch.cuda.Event | None:
+    """What to wait for before memory that is being copied to the GPU may be written again."""
+    if not torch.cuda.is_available():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _verify(manifest: Manifest, folder: Path) -> None:

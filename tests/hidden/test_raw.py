@@ -1,7 +1,8 @@
-"""Arrays written and read without Zarr are Zarr's arrays: other readers open ours, we open Zarr's, damage is noticed."""
+"""Arrays written without Zarr are Zarr's, and its own are read; damage is noticed, and nothing half-written stays."""
 
 import os
 import pickle
+import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,22 @@ def write(folder: Path, array: np.ndarray, *, chunk: int = 4, file: int = 12, st
         for start in range(0, len(array), step):
             writer.append(array[start : start + step])
     return folder
+
+
+class Interrupting(np.ndarray):
+    """An array during whose second half Ctrl-C is pressed."""
+
+    def __new__(cls, array: np.ndarray) -> "Interrupting":
+        return array.view(cls)
+
+    def __getitem__(self, key: object) -> np.ndarray:
+        if isinstance(key, slice) and (key.start or 0) > len(self) // 2:
+            raise KeyboardInterrupt
+        return np.asarray(self)[key]
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
 def write_with_zarr(folder: Path, array: np.ndarray, *, chunk: int = 4, file: int = 12) -> Path:
@@ -185,15 +202,23 @@ def test_other_layouts_are_refused(tmp_path: Path, options: dict) -> None:
 
 
 def test_an_interrupted_writer_leaves_no_array_and_nothing_half_written(tmp_path: Path) -> None:
-    array = values(31, "uint16", (6,))
     before = open_files()
     with pytest.raises(KeyboardInterrupt):
-        with ArrayWriter(
-            tmp_path / "a", row_shape=(6,), dtype="uint16", chunk=4, file=12, dimension_names=["t", "c"], attributes={}
-        ) as writer:
-            writer.append(array[:18])
-            raise KeyboardInterrupt
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()] == ["a/c/0/0"]
+        write(tmp_path / "a", Interrupting(values(31, "uint16", (6,))))
+    assert files_in(tmp_path) == ["a/c/0/0"]
+    assert open_files() == before
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    array, before = values(20_000, "uint16", (6,)), open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # of one file, which to a writer is the same
+    try:
+        with pytest.raises(OSError):
+            write(tmp_path / "a", array, chunk=500, file=20_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert files_in(tmp_path) == []
     assert open_files() == before
 
 

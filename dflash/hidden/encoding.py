@@ -1,0 +1,75 @@
+"""How states become the numbers of an array, and back: bfloat16 as its bits, which Zarr lacks, float32, and fp8.
+
+fp8 is e4m3 with a bfloat16 scale per token and group of channels: a few channels are a hundred times the others, and a
+scale per token alone would leave little of those. Knows no files.
+
+T tokens, F features (taps x hidden size)
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+GROUP = 64  # channels that share a scale
+LARGEST = 448.0  # of e4m3
+SMALLEST_SCALE = 2.0**-126  # bfloat16's smallest normal number; smaller ones are too coarse to divide by
+
+ENCODINGS: dict[str, dict[str, Any]] = {
+    "bfloat16": {
+        "logical_dtype": "bfloat16",
+        "bit_layout": "SEEEEEEEEMMMMMMM",
+        "endian": "little",
+        "decode": "torch.from_numpy(a).view(torch.bfloat16)",
+    },
+    "float32": {"logical_dtype": "float32"},
+    "fp8": {
+        "logical_dtype": "bfloat16",
+        "bit_layout": "SEEEEMMM",
+        "encoding": f"float8_e4m3fn, times scales[token, channel // {GROUP}], whose numbers are the bits of bfloat16",
+        "decode": "(torch.from_numpy(a).view(torch.float8_e4m3fn).to(torch.bfloat16).unflatten(1, (-1, 64)) "
+        "* torch.from_numpy(scales).view(torch.bfloat16)[..., None]).flatten(1)",
+    },
+}
+"""The attributes of an array: what a reader must know beyond Zarr."""
+
+NUMBERS = {"bfloat16": "uint16", "float32": "float32", "fp8": "uint8"}
+_E4M3_AS_BFLOAT16 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.bfloat16)
+
+
+def encode(states_TF: torch.Tensor, storage_dtype: str) -> np.ndarray:
+    """The numbers of bfloat16 or float32 states."""
+    stored_TF = states_TF.to(getattr(torch, storage_dtype)).contiguous()
+    return bits(stored_TF, NUMBERS[storage_dtype])
+
+
+def encode_fp8(states_TF: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of the states, (T, F), and of their scales, (T, F / 64)."""
+    codes, scales = _quantise(states_TF)
+    return bits(codes.flatten(1), "uint8"), bits(scales.squeeze(-1), "uint16")
+
+
+def decode_fp8(codes: np.ndarray, scales: np.ndarray, out_TF: torch.Tensor) -> None:
+    """What `encode_fp8` gave, into bfloat16 memory. By a table, which is much faster than PyTorch's conversion."""
+    np.take(bits(_E4M3_AS_BFLOAT16, "int16"), codes, out=bits(out_TF, "int16"), mode="clip")
+    out_TF.unflatten(-1, (-1, GROUP)).mul_(torch.from_numpy(scales).view(torch.bfloat16)[..., None])
+
+
+def as_stored(states: torch.Tensor, storage_dtype: str) -> torch.Tensor:
+    """States (…, F) as they would be read back from the store."""
+    if storage_dtype != "fp8":
+        return states.to(getattr(torch, storage_dtype))
+    codes, scales = _quantise(states)
+    return (codes.to(torch.bfloat16) * scales).flatten(-2)
+
+
+def bits(tensor: torch.Tensor, dtype: str | np.dtype) -> np.ndarray:
+    """The memory of a tensor whose last dimension is contiguous, as numbers of a type of the same width."""
+    return tensor.view(torch.uint8).numpy().view(dtype)
+
+
+def _quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 (…, F / 64, 64) and scales (…, F / 64, 1); the largest of a group becomes 448."""
+    groups = states.float().unflatten(-1, (-1, GROUP))
+    scales = (groups.abs().amax(-1, keepdim=True) / LARGEST).to(torch.bfloat16).clamp(min=SMALLEST_SCALE)
+    return (groups / scales.float()).to(torch.float8_e4m3fn), scales
