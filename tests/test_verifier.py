@@ -246,9 +246,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any
 def test_weights_that_are_not_finite_are_refused(folder: Path, value: float) -> None:
     name = "model.layers.2.mlp.up_proj.weight"
     change_weights(folder, lambda weights: weights[name][3, 5].fill_(value))
-    with pytest.raises(
-        ValueError, match=rf"verifier.model: .*not finite .*, such as {name}; get it again"
-    ):
+    with pytest.raises(ValueError, match=rf"verifier.model: .*not finite .*, such as {name}; get it again"):
         load(folder)
 
 
