@@ -3,7 +3,7 @@
 fp8 is e4m3 with a bfloat16 scale per token and group of channels: a few channels are a hundred times the others, and a
 scale per token alone would leave little of those. Knows no files.
 
-T tokens, F features (taps x hidden size)
+T tokens, K taps, F features (taps x hidden size)
 """
 
 from typing import Any
@@ -49,10 +49,36 @@ def encode_fp8(states_TF: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return bits(codes.flatten(1), "uint8"), bits(scales.squeeze(-1), "uint16")
 
 
-def decode_fp8(codes: np.ndarray, scales: np.ndarray, out_TF: torch.Tensor) -> None:
-    """What `encode_fp8` gave, into bfloat16 memory. By a table, which is much faster than PyTorch's conversion."""
-    np.take(bits(_E4M3_AS_BFLOAT16, "int16"), codes, out=bits(out_TF, "int16"), mode="clip")
-    out_TF.unflatten(-1, (-1, GROUP)).mul_(torch.from_numpy(scales).view(torch.bfloat16)[..., None])
+def code_memory(out_TF: torch.Tensor) -> np.ndarray:
+    """Where `decode_fp8` expects the numbers: the second half of the memory that it fills."""
+    return out_TF.view(torch.uint8).numpy().reshape(2, *out_TF.shape)[1]
+
+
+def decode_fp8(scales: np.ndarray, out_TF: torch.Tensor) -> None:
+    """What `encode_fp8` gave, its codes in `code_memory(out_TF)`, into contiguous bfloat16 memory.
+
+    By a table, since PyTorch's conversion is slow, and a little at a time, so that nothing leaves the cache twice.
+    """
+    codes, out, table = code_memory(out_TF), bits(out_TF, "int16"), bits(_E4M3_AS_BFLOAT16, "int16")
+    factors = torch.from_numpy(scales).view(torch.bfloat16)[..., None]
+    step = max(1, 2**16 // out_TF.shape[1])
+    for start in range(0, len(out), step):
+        block = slice(start, start + step)
+        np.take(table, codes[block].copy(), out=out[block], mode="clip")  # copied, as the last overlap what they become
+        out_TF[block].unflatten(1, (-1, GROUP)).mul_(factors[block])
+
+
+def relative_errors(states_TF: torch.Tensor, codes: np.ndarray, scales: np.ndarray, *, num_taps: int) -> torch.Tensor:
+    """|decoded - exact| / |exact| of every token and tap that is not zero."""
+    decoded_TF = torch.empty(states_TF.shape, dtype=torch.bfloat16)
+    code_memory(decoded_TF)[:] = codes
+    decode_fp8(scales, decoded_TF)
+    errors_TF = decoded_TF.to(states_TF.dtype).sub_(states_TF)
+    errors_TK, exact_TK = (
+        torch.linalg.vector_norm(x.unflatten(1, (num_taps, -1)), dim=-1, dtype=torch.float32)
+        for x in (errors_TF, states_TF)
+    )
+    return (errors_TK / exact_TK)[exact_TK > 0]
 
 
 def as_stored(states: torch.Tensor, storage_dtype: str) -> torch.Tensor:

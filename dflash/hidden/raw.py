@@ -8,6 +8,7 @@ tensors, and not what the rows mean. (Zarr calls a file a shard, and its chunks 
 
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,10 @@ from dflash.manifests import Damaged, write_atomically
 METADATA = "zarr.json"
 CRC_BYTES = 4
 NOWHERE = 2**64 - 1  # offset and size of a chunk that was not written
+MOST_PARTS = 512  # of one call; Linux takes 1024
 CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+_scratches = threading.local()
 
 
 def write_group(folder: Path, attributes: Mapping[str, Any]) -> None:
@@ -210,7 +214,8 @@ class ArrayReader:
                 "read it with Zarr"
             )
         self._row_bytes = int(np.prod(self.shape[1:])) * self.dtype.itemsize
-        self._offsets: dict[int, list[int]] = {}  # of the chunks of each file touched
+        self._chunk_bytes = self._chunk_rows * self._row_bytes
+        self._offsets: dict[int, np.ndarray] = {}  # of the chunks of each file touched
 
     def read(self, start: int, stop: int, *, verify: bool = True) -> np.ndarray:
         """Rows [start, stop) in memory of their own."""
@@ -234,34 +239,54 @@ class ArrayReader:
             done = until
 
     def _read_file(self, number: int, start: int, out: np.ndarray, *, verify: bool) -> None:
-        """Bytes of one file's rows from `start` on. Chunk by chunk, so that a checksum finds its bytes in the cache."""
+        """Bytes of one file's rows from `start` on."""
         path = _file_path(self.folder, number, len(self.shape))
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise Damaged(f"{path}: missing") from None
         try:
-            offsets = self._offsets.get(number) or self._offsets.setdefault(number, self._read_index(fd, path))
-            chunk_bytes = self._chunk_rows * self._row_bytes
-            chunk, skip = divmod(start * self._row_bytes, chunk_bytes)
-            rim = np.empty(chunk_bytes + CRC_BYTES, np.uint8)  # what is read of a chunk only to check it
-            while len(out):
-                if offsets[chunk] == NOWHERE:
-                    raise Damaged(f"{path}: chunk {chunk} was never written")
-                part, out = out[: chunk_bytes - skip], out[chunk_bytes - skip :]
-                if verify:
-                    rest = chunk_bytes - len(part)
-                    crc = rim[rest : rest + CRC_BYTES]
-                    _fill(fd, [rim[:skip], part, rim[skip:rest], crc], offsets[chunk], path)
-                    if _crc([rim[:skip], part, rim[skip:rest]]) != int.from_bytes(crc, "little"):
-                        raise Damaged(f"{path}: chunk {chunk} differs from its checksum")
-                else:
-                    _fill(fd, [part], offsets[chunk] + skip, path)
-                chunk, skip = chunk + 1, 0
+            if number not in self._offsets:
+                self._offsets[number] = self._read_index(fd, path)
+            first, skip = divmod(start, self._chunk_rows)
+            last = -(-(start * self._row_bytes + len(out)) // self._chunk_bytes)
+            offsets = self._offsets[number][first:last]
+            if (offsets == NOWHERE).any():
+                raise Damaged(f"{path}: chunk {first + int((offsets == NOWHERE).argmax())} was never written")
+            read = self._read_checked if verify else self._read_unchecked
+            read(fd, path, offsets.tolist(), skip * self._row_bytes, out)
         finally:
             os.close(fd)
 
-    def _read_index(self, fd: int, path: str) -> list[int]:
+    def _read_checked(self, fd: int, path: str, offsets: list[int], skip: int, out: np.ndarray) -> None:
+        """Chunk by chunk, so that the checksum finds its bytes in the processor's cache."""
+        for offset in offsets:
+            part, out = out[: self._chunk_bytes - skip], out[self._chunk_bytes - skip :]
+            rest = self._chunk_bytes - len(part)  # of the chunk, read only to check it
+            rim = _scratch(rest + CRC_BYTES)
+            parts = [rim[:skip], part, rim[skip:rest]] if rest else [part]
+            _fill(fd, [*parts, rim[rest:]], offset, path)
+            if _crc(parts) != int.from_bytes(rim[rest:], "little"):
+                raise Damaged(f"{path}: the chunk at byte {offset} differs from its checksum")
+            skip = 0
+
+    def _read_unchecked(self, fd: int, path: str, offsets: list[int], skip: int, out: np.ndarray) -> None:
+        """In as few calls as there are gaps between the chunks."""
+        rim, start, end = _scratch(CRC_BYTES), 0, -1
+        parts: list[np.ndarray] = []
+        for offset in offsets:
+            part, out = out[: self._chunk_bytes - skip], out[self._chunk_bytes - skip :]
+            if offset != end or len(parts) >= MOST_PARTS:
+                if parts:
+                    _fill(fd, parts, start, path)
+                parts, start = [], offset + skip
+            else:
+                parts.append(rim)
+            parts.append(part)
+            end, skip = offset + self._chunk_bytes + CRC_BYTES, 0
+        _fill(fd, parts, start, path)
+
+    def _read_index(self, fd: int, path: str) -> np.ndarray:
         size, count = os.fstat(fd).st_size, self._file_rows // self._chunk_rows
         content = np.empty(16 * count + CRC_BYTES, np.uint8)
         if size < len(content):
@@ -271,10 +296,16 @@ class ArrayReader:
             raise Damaged(f"{path}: the index differs from its checksum")
         index = content[:-CRC_BYTES].view("<u8").reshape(count, 2)
         written = index[index[:, 0] != NOWHERE]
-        chunk_bytes = self._chunk_rows * self._row_bytes + CRC_BYTES
-        if (written[:, 1] != chunk_bytes).any() or (written[:, 0] > max(0, size - len(content) - chunk_bytes)).any():
+        if (written[:, 1] != self._chunk_bytes + CRC_BYTES).any() or (written.sum(1) > size - len(content)).any():
             raise Damaged(f"{path}: the index does not fit the file")
-        return index[:, 0].tolist()
+        return index[:, 0].copy()
+
+
+def _scratch(size: int) -> np.ndarray:
+    """Memory of this thread, until its next call: fresh memory costs more than what is done with it here."""
+    if len(getattr(_scratches, "memory", ())) < size:
+        _scratches.memory = np.empty(size, np.uint8)
+    return _scratches.memory[:size]
 
 
 def _fill(fd: int, parts: list[np.ndarray], offset: int, path: str) -> None:

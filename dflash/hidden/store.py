@@ -2,8 +2,8 @@
 
 A shard is a Zarr v3 group of arrays, a row per token: `features` (taps x hidden), `input_ids`, `loss_mask`,
 `greedy_ids`; where asked for `final`, `topk_ids` and `topk_logprobs`; with fp8 the `scales` of the features. `offsets`
-are the first token of each conversation, and the end. `kept` is 0 for a conversation with unusable states: its mask is
-0, its states mean nothing, and ledger.json says why. A shard counts only with its manifest.
+are the first token of each conversation, and the end. Conversations with unusable states are named by the attribute
+`left_out`; their mask is 0, their states mean nothing, and ledger.json says why. A shard counts only with its manifest.
 
 B batch, T tokens, K taps or likeliest tokens, H hidden size, F features (taps x hidden size), R rows
 """
@@ -22,14 +22,24 @@ import polars as pl
 import torch
 from safetensors.torch import load_file
 
-from dflash.hidden.encoding import ENCODINGS, GROUP, NUMBERS, as_stored, bits, decode_fp8, encode, encode_fp8
+from dflash.hidden.encoding import (
+    ENCODINGS,
+    GROUP,
+    NUMBERS,
+    bits,
+    code_memory,
+    decode_fp8,
+    encode,
+    encode_fp8,
+    relative_errors,
+)
 from dflash.hidden.raw import ArrayReader, ArrayWriter, read_attributes, write_group
 from dflash.manifests import MANIFEST, Damaged, Manifest, load_manifest, verify, write_atomically
 
 FORMAT, FORMAT_VERSION = "dflash-hidden-states", 2
 CHUNK_BYTES = 512 * 2**10  # little is read besides a row, and a checksum still finds its chunk in the cache
 CHUNK_TOKENS = 512
-FILE_BYTES = 256 * 2**20
+FILE_BYTES = 16 * 2**30  # few files, since a shard of wide states has 40 GB; each is written as a stream
 # A row's median token norm against that of all rows of the shard. Single tokens have a thousand times the usual norm,
 # and medians of short rows see some of that; what must not pass is a row of another scale, precision or layer.
 NORM_FACTOR = 32.0
@@ -101,7 +111,7 @@ class LeftOut(NamedTuple):
 
 
 def layout(row_bytes: int, num_tokens: int) -> tuple[int, int]:
-    """(tokens per chunk, tokens per file): chunks of at most 512 KiB, files of at most 256 MiB."""
+    """(tokens per chunk, tokens per file): chunks of at most 512 KiB, files of at most 16 GiB."""
     chunk = min(CHUNK_TOKENS, 2 ** (max(1, CHUNK_BYTES // row_bytes).bit_length() - 1))
     file = chunk * max(1, FILE_BYTES // row_bytes // chunk)
     return chunk, min(file, -(-num_tokens // chunk) * chunk)
@@ -136,14 +146,12 @@ def write_shard(
     kinds = _array_kinds(num_taps, hidden_size, storage_dtype=storage_dtype, store_final=store_final, top_k=top_k)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
     mask_T = np.zeros(offsets[-1], np.uint8)  # written last: only then is it known which rows are kept
-    kept_R = np.ones(len(lengths), np.uint8)
     left_out: list[LeftOut] = []
     norms: dict[int, torch.Tensor] = {}
     errors: list[tuple[float, int, float]] = []  # of each row: sum of squares, count, largest
 
     def leave_out(number: int, reason: str) -> None:
         left_out.append(LeftOut(number, ids[number], reason))
-        kept_R[number] = 0
         mask_T[offsets[number] : offsets[number + 1]] = 0
         if len(left_out) > max_left_out_share * len(lengths):
             raise ValueError(
@@ -172,7 +180,10 @@ def write_shard(
                 numbers = _numbers(row, kinds)
                 mask_T[offsets[number] : offsets[count]] = numbers["loss_mask"]
                 if storage_dtype == "fp8":
-                    errors.append(_relative_errors(row.features_TF, num_taps))
+                    errors_N = relative_errors(
+                        row.features_TF, numbers["features"], numbers["scales"], num_taps=num_taps
+                    )
+                    errors.append((errors_N.square().sum().item(), len(errors_N), errors_N.max().item()))
             for name in kinds.keys() - {"loss_mask"}:
                 writers[name].append(numbers[name])
         if count != len(lengths):
@@ -180,9 +191,8 @@ def write_shard(
         for number, reason in _far_from_the_others(norms, num_taps):
             leave_out(number, reason)
         writers["loss_mask"].append(mask_T)
-        for name, column in (("offsets", offsets), ("kept", kept_R)):
-            kind = ArrayKind(column.dtype.name, (), {})
-            stack.enter_context(_writer(folder / name, kind, len(column), dimension="row")).append(column)
+        kind = ArrayKind("int64", (), {})
+        stack.enter_context(_writer(folder / "offsets", kind, len(offsets), dimension="row")).append(offsets)
     if left_out:
         write_atomically(folder / LEDGER, json.dumps([entry._asdict() for entry in left_out], indent=1))
     own = {
@@ -193,7 +203,7 @@ def write_shard(
         "hidden_size": hidden_size,
         "store_final": store_final,
         "top_k": top_k,
-        "left_out": len(left_out),
+        "left_out": [number for number, _, _ in left_out],
     }
     if errors:
         squares, counts, largest = zip(*errors, strict=True)
@@ -303,15 +313,6 @@ def _far_from_the_others(norms: Mapping[int, torch.Tensor], num_taps: int) -> It
             yield number, f"{_tap(k, num_taps)} has norms about {norms_RK[i, k]:.3g}, other rows about {usual_K[k]:.3g}"
 
 
-def _relative_errors(features_TF: torch.Tensor, num_taps: int) -> tuple[float, int, float]:
-    """Of fp8, over tokens and taps: sum of squares, count, largest."""
-    exact_TKH = features_TF.float().unflatten(1, (num_taps, -1))
-    stored_TKH = as_stored(features_TF, "fp8").float().unflatten(1, (num_taps, -1))
-    norms_TK = exact_TKH.norm(dim=-1)
-    errors_N = (stored_TKH.sub_(exact_TKH).norm(dim=-1) / norms_TK)[norms_TK > 0]
-    return errors_N.square().sum().item(), errors_N.numel(), errors_N.max().item()
-
-
 class HiddenStates:
     """The hidden states of a corpus, read row by row. `info` is its states.json, `rows` its index in corpus order.
 
@@ -395,33 +396,34 @@ class HiddenStates:
         return BatchStates._make([*views, torch.tensor(lengths)])
 
     def stream(
-        self, batches: Iterable[Sequence[int]], *, max_tokens: int, threads: int = 2, verify: bool = True
+        self, batches: Iterable[Sequence[int]], buffers: Sequence[RowStates], *, verify: bool = True
     ) -> Generator[BatchStates, None, None]:
-        """Batches of rows, in order, read ahead by threads into buffers of `max_tokens` padded tokens.
+        """Batches of rows, in order, read ahead into `buffers` by one thread less than there are.
 
-        The buffers are reused: a batch is valid until the next is asked for. Copies to a GPU that were queued before
-        that are waited for.
+        A batch is valid until the next is asked for; then its memory is filled again, once the copies to a GPU that
+        were queued by then are done.
         """
-        spare = deque((self.buffers(max_tokens), _queued_copies()) for _ in range(threads + 1))
+        threads = len(buffers) - 1
+        spare = deque((memory, _queued_copies()) for memory in buffers)
         pending: deque[tuple[RowStates, Future[BatchStates]]] = deque()
         pool = ThreadPoolExecutor(threads, thread_name_prefix="hidden-states")
 
-        def load(rows: Sequence[int], buffers: RowStates, copies: torch.cuda.Event | None) -> BatchStates:
+        def load(rows: Sequence[int], memory: RowStates, copies: torch.cuda.Event | None) -> BatchStates:
             if copies is not None:
                 copies.synchronize()
-            return self.read_into(rows, buffers, verify=verify)
+            return self.read_into(rows, memory, verify=verify)
 
         def oldest() -> Generator[BatchStates, None, None]:
-            buffers, batch = pending.popleft()
+            memory, batch = pending.popleft()
             yield batch.result()
-            spare.append((buffers, _queued_copies()))
+            spare.append((memory, _queued_copies()))
 
         try:
             for rows in batches:
                 if not spare:
                     yield from oldest()
-                buffers, copies = spare.popleft()
-                pending.append((buffers, pool.submit(load, rows, buffers, copies)))
+                memory, copies = spare.popleft()
+                pending.append((memory, pool.submit(load, rows, memory, copies)))
             while pending:
                 yield from oldest()
         finally:
@@ -455,8 +457,8 @@ class HiddenStates:
                     continue
                 array = self._array(row.shard, name)
                 if name == "features" and self._attributes["storage_dtype"] == "fp8":
-                    scales = self._array(row.shard, "scales").read(row.start, stop, verify=verify)
-                    decode_fp8(array.read(row.start, stop, verify=verify), scales, tensor)
+                    array.read_into(row.start, code_memory(tensor), verify=verify)
+                    decode_fp8(self._array(row.shard, "scales").read(row.start, stop, verify=verify), tensor)
                 elif tensor.dtype == torch.int64:
                     tensor.copy_(torch.from_numpy(array.read(row.start, stop, verify=verify)))
                 else:

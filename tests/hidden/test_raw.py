@@ -120,8 +120,11 @@ def test_a_run_outside_the_array_is_refused(tmp_path: Path) -> None:
 
 
 DAMAGES = {
-    "flipped": (lambda path: flip_a_byte(path, 60), "c/1/0: chunk 1 differs from its checksum"),
-    "flipped checksum": (lambda path: flip_a_byte(path, 4 * 12), "c/1/0: chunk 0 differs from its checksum"),
+    "flipped": (lambda path: flip_a_byte(path, 60), "c/1/0: the chunk at byte 52 differs from its checksum"),
+    "flipped checksum": (
+        lambda path: flip_a_byte(path, 4 * 12),
+        "c/1/0: the chunk at byte 0 differs from its checksum",
+    ),
     "flipped index": (lambda path: flip_a_byte(path, 3 * 52 + 1), "c/1/0: the index differs from its checksum"),
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "c/1/0: the index differs from its checksum"),
     "emptied": (lambda path: path.write_bytes(b""), "c/1/0: 0 bytes, too few for an index"),

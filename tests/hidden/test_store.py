@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -60,7 +61,7 @@ def decoded(array: Any, others: zarr.Group) -> torch.Tensor:
     return eval(array.attrs.get("decode", "torch.from_numpy(a)"), names)
 
 
-@pytest.mark.parametrize(("width", "expected"), [(6 * 576, (64, 38_784)), (6 * 4096, (8, 5_456))])
+@pytest.mark.parametrize(("width", "expected"), [(6 * 576, (64, 2_485_504)), (6 * 4096, (8, 349_520))])
 def test_chunks_and_files_have_the_measured_sizes(width: int, expected: tuple[int, int]) -> None:
     assert layout(2 * width, 10**9) == expected
 
@@ -82,7 +83,7 @@ def test_any_zarr_reader_reads_what_is_written_by_its_attributes(
     group = zarr.open_group(tmp_path, mode="r", zarr_format=3)
     assert group.attrs["shard"] == 0
     assert group["offsets"][:].tolist() == [0, 5, 45, 62, 64, 94]
-    assert group["kept"][:].tolist() == [1] * 5
+    assert group.attrs["left_out"] == []
     kinds = {"features": dtype, "final": "float32" if dtype == "float32" else "bfloat16"}
     for name, column in zip(store.ARRAYS, zip(*rows, strict=True), strict=True):
         expected = torch.cat(column)
@@ -223,8 +224,7 @@ def test_a_few_of_them_are_left_out_and_the_others_are_as_without_them(tmp_path:
     assert REASONS[name] in left_out[0].reason
     assert json.loads((tmp_path / "shard/ledger.json").read_text()) == [left_out[0]._asdict()]
     clean, shard = (zarr.open_group(tmp_path / name, mode="r", zarr_format=3) for name in ("clean", "shard"))
-    assert shard.attrs["left_out"] == 1
-    assert shard["kept"][:].tolist() == [1, 1, 0, 1, 1]
+    assert shard.attrs["left_out"] == [2]
     assert not shard["loss_mask"][45:62].any()
     for array in ("features", *store.ARRAYS, "offsets"):
         assert (shard[array][:45] == clean[array][:45]).all()
@@ -341,7 +341,8 @@ def test_a_stream_gives_all_batches_in_order_from_a_few_buffers(threads: int) ->
     opened, expected = HiddenStates.open(make_artifact()), expected_rows("bfloat16")
     batches = [[i % 10, (3 * i) % 10] for i in range(40)]
     before, places = open_files(), set()
-    for numbers, batch in zip(batches, opened.stream(batches, max_tokens=80, threads=threads), strict=True):
+    buffers = [opened.buffers(80) for _ in range(threads + 1)]
+    for numbers, batch in zip(batches, opened.stream(batches, buffers), strict=True):
         places.add(batch.features_BTF.data_ptr())
         for i, number in enumerate(numbers):
             row = opened.rows[number]
@@ -352,11 +353,13 @@ def test_a_stream_gives_all_batches_in_order_from_a_few_buffers(threads: int) ->
 
 def test_a_stream_that_is_left_early_or_fails_ends_its_threads() -> None:
     opened = HiddenStates.open(make_artifact())
-    stream = opened.stream([[0], [1], [2], [3]], max_tokens=40)
+    buffers = [opened.buffers(40) for _ in range(3)]
+    stream = opened.stream([[0], [1], [2], [3]], buffers)
     next(stream)
     stream.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hidden-states")]
     with pytest.raises(ValueError, match="do not fit"):
-        list(opened.stream([[0], [2, 2]], max_tokens=40))
+        list(opened.stream([[0], [2, 2]], buffers))
 
 
 def test_threads_and_spawned_processes_read_the_same_and_no_file_stays_open() -> None:
