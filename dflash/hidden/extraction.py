@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import torch
@@ -62,37 +63,57 @@ def extract_shard(
     run = pl.scan_parquet(corpus.path / "corpus.parquet").slice(first, len(plan.rows)).collect()
     rows = run[[row - first for row in plan.rows]]
     lengths = rows["length"].to_list()
-    summary = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number, "supervised": 0, "on_policy": 0}
+    summary: dict[str, Any] = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number}
     with publish(plan.key, summary=summary, location=plan.location) as (folder, artifact):
         states = _states(
-            rows, verifier=_verifier(verifier), layers=layers, batch_tokens=config.batch_tokens, progress=progress
+            rows,
+            verifier=_verifier(verifier),
+            layers=layers,
+            final=config.store_final,
+            top_k=config.top_k,
+            batch_tokens=config.batch_tokens,
+            progress=progress,
         )
-        write_shard(
+        counts: list[tuple[int, int]] = []
+        left_out = write_shard(
             folder,
-            _counted(states, summary),
+            _counted(states, counts),
             ids=rows["id"].to_list(),
             lengths=lengths,
             num_taps=len(layers),
             hidden_size=verifier.hidden_size,
             storage_dtype=config.storage_dtype,
+            store_final=config.store_final,
+            top_k=config.top_k,
+            vocab_size=verifier.vocab_size,
+            max_left_out_share=config.max_left_out_share,
             attributes={
-                "format": "dflash-hidden-states",
-                "format_version": 1,
                 "shard": plan.number,
                 "target_layer_ids": layers,
-                "hidden_size": verifier.hidden_size,
                 "verifier": verifier.identity,
                 "verifier_dtype": verifier.dtype,
             },
         )
+        summary["left_out"] = [entry.row for entry in left_out]
+        kept = [count for row, count in enumerate(counts) if row not in summary["left_out"]]
+        summary["supervised"], summary["on_policy"] = (sum(count[i] for count in kept) for i in (0, 1))
         summary["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     (artifact().path / DAMAGED_MANIFEST).unlink(missing_ok=True)
     log.info("shard %s: %d rows, %d tokens, %d bytes", plan.name, rows.height, plan.tokens, summary["bytes"])
+    for entry in left_out:
+        log.warning("shard %s: row %s is left out: %s", plan.name, entry.id, entry.reason)
     return artifact()
 
 
 def _states(
-    rows: pl.DataFrame, *, verifier: Verifier, layers: list[int], batch_tokens: int, progress: Progress
+    rows: pl.DataFrame,
+    *,
+    verifier: Verifier,
+    layers: list[int],
+    final: bool,
+    top_k: int,
+    batch_tokens: int,
+    progress: Progress,
 ) -> Iterator[RowStates]:
     """The states of each row, in order. Padded on the right, where causal attention makes a mask unnecessary."""
     lengths, done, total = rows["length"].to_list(), 0, int(rows["length"].sum())
@@ -100,21 +121,29 @@ def _states(
         part = rows[batch.start : batch.stop]
         ids = [torch.tensor(values) for values in part["input_ids"].to_list()]
         padded_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        features_BTF, greedy_BT, *_ = verifier.forward(padded_BT, layers=layers)
-        features_BTF, greedy_BT = features_BTF.cpu(), greedy_BT.cpu()
+        found = [output.cpu() for output in verifier.forward(padded_BT, layers=layers, final=final, top_k=top_k)]
+        features_BTF, greedy_BT, topk_ids_BTK, topk_logprobs_BTK, final_BTH = found
         for i, (ids_T, mask) in enumerate(zip(ids, part["loss_mask"].to_list(), strict=True)):
             length = len(ids_T)
-            yield RowStates(features_BTF[i, :length], ids_T, torch.tensor(mask), greedy_BT[i, :length])
+            yield RowStates(
+                features_BTF[i, :length],
+                ids_T,
+                torch.tensor(mask),
+                greedy_BT[i, :length],
+                final_BTH[i, :length] if final else None,
+                topk_ids_BTK[i, :length] if top_k else None,
+                topk_logprobs_BTK[i, :length] if top_k else None,
+            )
             done += length
         progress(done, total, f"{done:,} of {total:,} tokens")
 
 
-def _counted(states: Iterable[RowStates], summary: dict[str, int]) -> Iterator[RowStates]:
-    """The same states; adds their supervised tokens, and those that are the verifier's own choice, to the summary."""
+def _counted(states: Iterable[RowStates], counts: list[tuple[int, int]]) -> Iterator[RowStates]:
+    """The same states; adds for each how many tokens are supervised, and how many of them the verifier would choose."""
     for row in states:
         supervised_T = row.loss_mask_T[1:]
-        summary["supervised"] += int(supervised_T.sum())
-        summary["on_policy"] += int((row.input_ids_T[1:] == row.greedy_ids_T[:-1])[supervised_T].sum())
+        chosen_T = (row.input_ids_T[1:] == row.greedy_ids_T[:-1])[supervised_T]
+        counts.append((int(supervised_T.sum()), int(chosen_T.sum())))
         yield row
 
 
@@ -132,7 +161,9 @@ def seal(
     key = extraction_key(config, corpus, verifier)
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
     loaded = _verifier(verifier)
-    index = _index(pl.scan_parquet(corpus.path / "corpus.parquet").drop("input_ids", "loss_mask").collect(), plans)
+    whole = _index(pl.scan_parquet(corpus.path / "corpus.parquet").drop("input_ids", "loss_mask").collect(), plans)
+    left_out = {plan.rows[i] for plan, shard in zip(plans, shards, strict=True) for i in shard.summary["left_out"]}
+    index = whole[[row for row in range(whole.height) if row not in left_out]]
     supervised, on_policy = (sum(shard.summary[name] for shard in shards) for name in ("supervised", "on_policy"))
     states = {
         "features": FEATURES,
@@ -140,6 +171,8 @@ def seal(
         "num_target_layers": verifier.num_layers,
         "hidden_size": verifier.hidden_size,
         "storage_dtype": config.storage_dtype,
+        "store_final": config.store_final,
+        "top_k": config.top_k,
         "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
         "chat": corpus.summary["chat"],
         # of the supervised tokens, those that the verifier would choose greedily: low where answers are not its own
@@ -148,6 +181,7 @@ def seal(
     known = {name: record for shard in shards for name, record in _records(shard).items()}
     summary = {
         "rows": index.height,
+        "left_out": len(left_out),
         "tokens": int(index["length"].sum()),
         "shards": len(shards),
         "target_layer_ids": layers,
@@ -179,9 +213,7 @@ def _index(corpus: pl.DataFrame, plans: list[ShardPlan]) -> pl.DataFrame:
     for plan in plans:
         for row, begin in zip(plan.rows, accumulate((lengths[r] for r in plan.rows), initial=0), strict=False):
             shard[row], start[row] = plan.number, begin
-    return corpus.with_columns(
-        shard=pl.Series(shard, dtype=pl.Int32), start=pl.Series(start, dtype=pl.Int64)
-    )
+    return corpus.with_columns(shard=pl.Series(shard, dtype=pl.Int32), start=pl.Series(start, dtype=pl.Int64))
 
 
 def _records(shard: Artifact) -> dict[str, FileRecord]:

@@ -15,7 +15,7 @@ from dflash.pinning import PinnedVerifier, tap_layers
 log = logging.getLogger(__name__)
 
 MOST_SHARDS = 80  # each is a task run; more of them make a server slow and a graph unreadable
-WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4}
+WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1 + 2 / 64}  # fp8: with the scale of 64 channels
 GB = 10**9
 
 
@@ -38,9 +38,14 @@ class ShardPlan(BaseModel):
 def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier) -> list[ShardPlan]:
     """Cut the corpus, in its order, into shards of about `shard_tokens`, larger ones where that would be too many.
 
-    Raises ValueError for tap layers that the verifier does not have.
+    Raises ValueError for tap layers that the verifier does not have, and for fp8 where its width does not allow it.
     """
     tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
+    if config.storage_dtype == "fp8" and verifier.hidden_size % 64:
+        raise ValueError(
+            f"extraction.storage_dtype: fp8 needs a hidden size divisible by 64, the verifier's is "
+            f"{verifier.hidden_size}; use bfloat16"
+        )
     whole = extraction_key(config, corpus, verifier)
     lengths = pl.read_parquet(corpus.path / "corpus.parquet", columns=["length"])["length"].to_list()
     size = max(config.shard_tokens, -(-sum(lengths) // MOST_SHARDS))
@@ -65,12 +70,14 @@ def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVeri
 
 
 def estimate(config: ExtractionConfig, tokens: int, verifier: PinnedVerifier) -> int:
-    """Bytes of the hidden states of so many tokens: features, ids, mask, greedy ids, and the verifier's two ends."""
+    """Bytes of the hidden states of so many tokens: all that is stored of each, and the verifier's two ends."""
     num_taps = len(tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids))
-    per_token = num_taps * verifier.hidden_size * WIDTH[config.storage_dtype] + 4 + 1 + 4
+    per_token = num_taps * verifier.hidden_size * WIDTH[config.storage_dtype] + 4 + 1 + 4 + 8 * config.top_k
+    if config.store_final:
+        per_token += verifier.hidden_size * (4 if config.storage_dtype == "float32" else 2)
     overhead = 1.01  # chunk padding, checksums, shard indices: 0.1 to 0.4 % measured
     ends = 2 * verifier.vocab_size * verifier.hidden_size * WIDTH[verifier.dtype]
-    return round(tokens * per_token * overhead) + ends
+    return round(tokens * per_token * overhead + ends)
 
 
 def check_space(config: ExtractionConfig, plans: Sequence[ShardPlan], verifier: PinnedVerifier) -> None:

@@ -15,10 +15,10 @@ from dflash.pinning import PinnedVerifier, pin
 VOCABULARY = 53
 
 
-def save_verifier(folder: Path, *, tied: bool = True, eos: int = 2, num_layers: int = 4) -> Path:
+def save_verifier(folder: Path, *, tied: bool = True, eos: int = 2, num_layers: int = 4, hidden_size: int = 32) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        vocab_size=VOCABULARY, hidden_size=hidden_size, intermediate_size=48, num_hidden_layers=num_layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=128,
         tie_word_embeddings=tied, bos_token_id=None, eos_token_id=eos, pad_token_id=0,
     )  # fmt: skip
@@ -52,7 +52,7 @@ def make_corpus(lengths: list[int], *, seed: int = 0) -> Artifact:
     types = {"bucket": pl.Int32, "length": pl.Int32, "num_supervised": pl.Int32, "input_ids": pl.List(pl.Int32)}
     frame = pl.DataFrame(rows, schema_overrides=types).sort("bucket", "id")
     key = Key(stage="tokenization", recipe=1, config={"seed": seed, "lengths": lengths}, inputs={})
-    with publish(key, summary={"tokens": sum(lengths)}, content_identity=True) as (folder, artifact):
+    with publish(key, summary={"tokens": sum(lengths), "chat": {}}, content_identity=True) as (folder, artifact):
         frame.write_parquet(folder / "corpus.parquet")
     return artifact()
 
