@@ -34,7 +34,7 @@ def category_of(path: Path) -> str:
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """The files of a source that is no hub dataset, sorted. Raises ValueError where there are none, or one is unusable."""
+    """The files of a source that is no hub dataset, sorted. Raises ValueError where there are none, or one is odd."""
     if any(character in source.path for character in "*?["):
         found = [Path(name) for name in sorted(glob.glob(str(Path(source.path).expanduser()), recursive=True))]
         files = [path for path in found if path.is_file()]
@@ -53,7 +53,7 @@ def files_of(source: SourceConfig) -> list[Path]:
         elif path.is_file():
             files = [path]
         else:
-            raise ValueError(f"{path}: no such prompt file; give a file, folder or glob, bundled:NAME or hub:OWNER/NAME")
+            raise ValueError(f"{path}: no such prompt file; give a file, folder, glob, bundled:NAME or hub:OWNER/NAME")
     for path in files:
         format_of(path)
     return files
