@@ -102,6 +102,9 @@ class Rejected(ValueError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["Rejected"], tuple[str, str]]:
+        return Rejected, (self.reason, str(self))  # workers send it to the process that counts
+
 
 class TooManyDropped(ValueError):
     """More of the data is unusable than the configuration allows. `summary` is the ledger's."""
