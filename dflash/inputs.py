@@ -18,9 +18,12 @@ COMPRESSIONS = (".gz", ".zst")
 def format_of(path: Path) -> str:
     """The format by the file's name, `.jsonl`, `.json` or `.parquet`. Raises ValueError for another one."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
+    packed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    if packed:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
+    if packed and suffix == ".parquet":
+        raise ValueError(f"{path}: a Parquet file is compressed inside, and only read as such; unpack it")
     if suffix not in FORMATS:
         raise ValueError(
             f"{path}: unknown kind of file; expected {', '.join(FORMATS)}, maybe with {' or '.join(COMPRESSIONS)}"

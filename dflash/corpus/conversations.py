@@ -4,6 +4,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,21 @@ FUNCTION_CALL = "function_call"
 ROLES = {
     **dict.fromkeys(("user", "human", "prompter", "instruction"), "user"),
     **dict.fromkeys(
-        ("assistant", "gpt", "chatgpt", "gpt-3.5", "gpt-4", "gpt4", "bing", "bard", "claude", "model", "bot", "ai", "llm"),
+        (
+            "assistant",
+            "gpt",
+            "chatgpt",
+            "gpt-3.5",
+            "gpt-4",
+            "gpt4",
+            "bing",
+            "bard",
+            "claude",
+            "model",
+            "bot",
+            "ai",
+            "llm",
+        ),
         "assistant",
     ),
     **dict.fromkeys(("system", "developer"), "system"),
@@ -27,7 +42,11 @@ ROLES = {
 SCHEMAS = ("messages", "conversations", "prompt", "instruction", "question", "turns", "text", "input_ids")
 """The column that names a row's schema; the first that is there counts."""
 
-COMPANIONS = {"prompt": ("response", "completion"), "instruction": ("output", "response"), "question": ("answer", "response")}
+COMPANIONS = {
+    "prompt": ("response", "completion"),
+    "instruction": ("output", "response"),
+    "question": ("answer", "response"),
+}
 """Where the answer to a column is: the first that is there counts."""
 
 NAMES = {
@@ -39,10 +58,12 @@ NAMES = {
 SYSTEM = ("system", "system_prompt")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 COLUMNS = frozenset(
-    (*SCHEMAS, *(name for names in COMPANIONS.values() for name in names), *SYSTEM)
-    + ("input", "context", "loss_mask", "tools", "category")
+    (*SCHEMAS, *sum(COMPANIONS.values(), ()), *SYSTEM, *("input", "context", "loss_mask", "tools", "category"))
 )
 """All columns that are read."""
+
+OPEN: Message = {"role": "assistant", "content": None}
+"""An answer that the verifier is to write. Told from a turn of the data by being this very object."""
 
 NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # in JSON, where an escaped backslash may stand before u0000
 
@@ -59,21 +80,28 @@ def parse(
     row = {name: value for name, value in row.items() if value is not None}
     schema = next((name for name in SCHEMAS if name in row), None)
     if schema is None:
-        raise Rejected("unknown_schema", f"columns {sorted(row)} hold no conversation; expected one of {', '.join(SCHEMAS)}")
+        columns = ", ".join(sorted(row))
+        raise Rejected(
+            "unknown_schema", f"columns {columns!r:.200} hold no conversation; expected one of {', '.join(SCHEMAS)}"
+        )
     name = NAMES.get(schema, schema)
     own = row.get("category")
     label = category or (own if isinstance(own, str) and own.strip() and own.isprintable() else "")
-    place = {"category": label or category_of(Path(source.rpartition(":")[0])), "origin": origin, "source": source}
+    conversation = partial(
+        Conversation, category=label or category_of(Path(source.rpartition(":")[0])), origin=origin, source=source
+    )
     if schema in ("text", "input_ids"):
         if answers == "generate":
-            raise ValueError(f"{source}: a row of {name} has no turn to answer; set answers: keep for the source {origin}")
+            raise ValueError(
+                f"{source}: a row of {name} has no turn to answer; set answers: keep for the source {origin}"
+            )
         if schema == "text":
             text = _text(row["text"], "the text")
             digest = _digest(["text", text])
-            return Conversation(id=digest, group=digest, text=text, **place), name
+            return conversation(id=digest, group=digest, text=text), name
         ids, mask = _pretokenized(row)
         digest = _digest(["input_ids", ids, mask])
-        return Conversation(id=digest, group=digest, input_ids=ids, loss_mask=mask, **place), name
+        return conversation(id=digest, group=digest, input_ids=ids, loss_mask=mask), name
     turns = _turns(row, schema)
     if answers == "generate":
         turns = _open(turns)
@@ -82,27 +110,28 @@ def parse(
         raise Rejected("no_answer", "no assistant turn to keep; add one, or set answers: generate")
     tools = _tools(row.get("tools"))
     others = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
-    return Conversation(
-        id=_digest([messages, tools]), group=_digest([others, tools]), messages=messages, tools=tools, **place
-    ), name
+    ids = _digest([messages, tools]), _digest([others, tools])
+    return conversation(id=ids[0], group=ids[1], messages=messages, tools=tools), name
 
 
 def _digest(value: Any) -> str:
-    """What an id is. Raises Rejected for what could not be written: texts that are no Unicode, values that are no JSON."""
+    """What an id is. Raises Rejected for what cannot be written: text that is no Unicode, a value that is no JSON."""
     try:
         text = canonical_json(value)
         digest = text_sha256(text)[:32]
     except UnicodeEncodeError:
         raise Rejected("bad_encoding", "half of a surrogate pair in a text; write it as UTF-8") from None
     except (TypeError, RecursionError) as error:
-        raise Rejected("bad_tools", f"a value that is no JSON ({error}); give texts, numbers, lists and objects") from None
+        raise Rejected(
+            "bad_tools", f"a value that is no JSON ({error}); give texts, numbers, lists and objects"
+        ) from None
     if "\\u0000" in text and NUL.search(text):
         raise Rejected("bad_encoding", "a NUL character in a text; remove it")
     return digest
 
 
 def _turns(row: dict[str, Any], schema: str) -> list[Any]:
-    """The turns of a row in the form of `messages`, unchecked; a turn with content None is an answer that is missing."""
+    """The turns of a row in the form of `messages`; what they hold is not looked at yet."""
     if schema in ("messages", "conversations"):
         turns = _listed(row[schema], schema)
     elif schema == "turns":
@@ -110,7 +139,8 @@ def _turns(row: dict[str, Any], schema: str) -> list[Any]:
     else:
         turns = _side(row[schema], "user")
         if schema == "instruction" and (given := row.get("input", row.get("context"))):
-            turns = [{"role": "user", "content": f"{_text(row[schema], 'the instruction')}\n\n{_text(given, 'the input')}"}]
+            both = f"{_text(row[schema], 'the instruction')}\n\n{_text(given, 'the input')}"
+            turns = [{"role": "user", "content": both}]
         answer = next((row[name] for name in COMPANIONS[schema] if name in row), None)
         turns = turns + (_side(answer, "assistant") if answer is not None else [])
     system = next((row[name] for name in SYSTEM if row.get(name)), None)
@@ -140,7 +170,7 @@ def _role(turn: Any) -> str:
     given = turn.get("role") or turn.get("from")
     role = ROLES.get(given.strip().lower()) if isinstance(given, str) else None
     if role is None:
-        raise Rejected("unknown_role", f"role {given!r} is unknown; rename it to user, assistant, system or tool")
+        raise Rejected("unknown_role", f"role {given!r:.40} is unknown; rename it to user, assistant, system or tool")
     return role
 
 
@@ -149,16 +179,15 @@ def _open(turns: Sequence[Any]) -> list[Any]:
     roles = [_role(turn) for turn in turns]
     if "user" not in roles:
         raise Rejected("empty", "no user turn to answer; add one or remove the row")
-    slot: Message = {"role": "assistant", "content": None}
-    opened = [] if roles[-1] == "assistant" else [slot]
+    opened = [] if roles[-1] == "assistant" else [OPEN]
     first = roles.index("user")
     following: str | None = None
     for number in range(len(turns) - 1, -1, -1):
         if roles[number] != "assistant" or number < first or following == "tool":
             opened.append(turns[number])
         elif following != "assistant":
-            opened.append(slot)
-        elif opened[-1] is not slot:  # what was said before a call; before a slot it is part of the answer to come
+            opened.append(OPEN)
+        elif opened[-1] is not OPEN:  # what was said before a call; before an answer it is part of the answer to come
             opened.append(turns[number])
         following = roles[number]
     return opened[::-1]
@@ -166,9 +195,9 @@ def _open(turns: Sequence[Any]) -> list[Any]:
 
 def _message(turn: Any, number: int) -> list[Message]:
     """The turn as a message in our words; none for an empty system turn, which says nothing."""
+    if turn is OPEN:
+        return [dict(OPEN)]
     role = _role(turn)
-    if role == "assistant" and turn == {"role": "assistant", "content": None}:
-        return [turn]
     given = turn["content"] if turn.get("content") is not None else turn.get("value")
     calls: Any = turn.get("tool_calls") or []
     if (turn.get("role") or turn.get("from")).strip().lower() == FUNCTION_CALL:
@@ -206,11 +235,11 @@ def _content(value: Any, what: str) -> str:
     if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
         texts = [part.get("text") for part in value]
         if all(isinstance(text, str) for text in texts):
-            return "".join(texts)  # type: ignore[arg-type]
-    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in value[:3]] if (
-        isinstance(value, list)
-    ) else type(value).__name__
-    raise Rejected("bad_content", f"{what} is {kinds}; give a text or a list of text parts")
+            return "".join(texts)
+    kind = type(value).__name__
+    if isinstance(value, list):
+        kind += f" of {', '.join(str(p.get('type') if isinstance(p, dict) else type(p).__name__) for p in value[:4])}"
+    raise Rejected("bad_content", f"{what} is a {kind:.80}; give a text or a list of text parts")
 
 
 def _parsed(value: Any, what: str) -> Any:
