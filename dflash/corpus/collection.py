@@ -23,8 +23,16 @@ import numpy.typing as npt
 import polars as pl
 
 from dflash.config import GenerationConfig, SourceConfig
-from dflash.corpus.conversations import normalised, parse, prompt_text, to_columns, words
-from dflash.corpus.records import CONVERSATIONS, HARMLESS, Conversation, Ledger, Rejected, canonical_json
+from dflash.corpus.conversations import normalised, parse, to_columns, words
+from dflash.corpus.records import (
+    CONVERSATIONS,
+    HARMLESS,
+    Conversation,
+    Ledger,
+    Rejected,
+    TooManyDropped,
+    canonical_json,
+)
 from dflash.corpus.sources import estimate_rows, read_rows, sample_rows
 from dflash.keys import prompts_key
 from dflash.manifests import Artifact, Progress, publish, silent
@@ -132,21 +140,26 @@ def collect(
             schemas=schemas,
             progress=progress,
         )
-        ledger.check(most=config.max_dropped_share, setting="generation.prompts")
         if weighted:
-            drawn = draw(hashes, sources=config.prompts, most=config.max_prompts)
-            _filter(folder / "read", parts, rows=np.concatenate(drawn))
+            drawn = draw(hashes, weights=[source.weight for source in config.prompts], most=config.max_prompts)
         else:
             drawn = [np.ones(len(rows), np.bool_) for rows in hashes]
         for source, flags in zip(config.prompts, drawn, strict=True):
             ledger.keep(source.path, int(flags.sum()))
             ledger.drop(source.path, "not_drawn", int((~flags).sum()))
         summary |= ledger.summary() | {"schemas": {name: dict(counts) for name, counts in schemas.items()}}
+        ledger.check(most=config.max_dropped_share, setting="generation.prompts")
+        for source, rows in zip(config.prompts, hashes, strict=True):
+            if source.weight and not len(rows):
+                raise ValueError(f"{source.path}: has a weight but no row of its own to draw; leave this source out")
         if not summary["rows"]:
-            raise ValueError(
+            message = (
                 f"{', '.join(source.path for source in config.prompts)}: none of {summary['rows_in']} rows can be used "
-                f"({ledger.totals()}); the first: {next(iter(ledger.examples.values()), 'there is none')}"
+                f"({summary['dropped']}); the first: {next(iter(ledger.examples.values()), 'there is none')}"
             )
+            raise TooManyDropped(message, summary)
+        if weighted:
+            _filter(folder / "read", parts, rows=np.concatenate(drawn))
     for reason, count in ledger.totals().items():
         level = logging.INFO if reason in HARMLESS else logging.WARNING
         log.log(level, "%s: %d rows dropped; the first: %s", reason, count, ledger.examples.get(reason, "by its hash"))
@@ -160,20 +173,23 @@ def peek(config: GenerationConfig) -> None:
     Cheap on large inputs: a row of the sample stands for as many rows as the source is estimated to hold for each.
     """
     ledger = Ledger()
-    left: float = config.max_prompts or math.inf
+    left: float = math.inf if any(source.weight for source in config.prompts) else config.max_prompts or math.inf
     for source in config.prompts:
-        sample = list(sample_rows(source, count=PEEK_ROWS))
-        estimate, _ = estimate_rows(source)
-        room = min(source.limit or estimate, left)
-        each = max(1, int(min(room, estimate) / max(1, len(sample))))
+        if left <= 0:
+            break  # so far it will not be read
+        sample = sample_rows(source, count=PEEK_ROWS)
+        estimate = min(estimate_rows(source)[0], left)
+        each = max(1, int(estimate / max(1, len(sample))))
+        room = min(source.limit or math.inf, left)
         for place, found, _ in _parsed(sample, source):
             ledger.count(source.path, each)
             if isinstance(found, Rejected):
                 ledger.drop(source.path, found.reason, each, example=f"{place}: {found}")
-            elif (room := room - 1) <= 0:
+                continue
+            ledger.keep(source.path, each)
+            if (room := room - 1) <= 0:
                 break
-        if not any(source.weight for source in config.prompts) and (left := left - (source.limit or estimate)) <= 0:
-            break  # nothing after it will be read
+        left -= estimate
     ledger.check(
         most=config.max_dropped_share,
         setting=f"generation.prompts, judging by the first {PEEK_ROWS:,} rows of each source",
@@ -185,25 +201,22 @@ def text_of_contaminants(contaminants: Sequence[SourceConfig]) -> Iterator[str]:
     for source in contaminants:
         for _, found, _ in _parsed(read_rows(source), source):
             if isinstance(found, Conversation):
-                yield prompt_text(found)
+                yield _asked(found)
 
 
-def draw(hashes: Sequence[Hashes], *, sources: Sequence[SourceConfig], most: int) -> list[Flags]:
+def draw(hashes: Sequence[Hashes], *, weights: Sequence[float], most: int) -> list[Flags]:
     """Which rows of each source are in the mix, by the hashes of its rows. `most` bounds their number; 0 does not."""
-    for source, found in zip(sources, hashes, strict=True):
-        if source.weight and not len(found):
-            raise ValueError(f"{source.path}: has a weight but no usable row, so no mix has its share; leave it out")
     # as decimals: with 0.7 and 0.3 as binary fractions, 70 and 30 rows would not be one mix
-    weights = [Fraction(str(source.weight)) for source in sources]
-    unweighted = sum(len(found) for weight, found in zip(weights, hashes, strict=True) if not weight)
-    size = min(len(found) / weight for weight, found in zip(weights, hashes, strict=True) if weight)
+    shares = [Fraction(str(weight)) for weight in weights]
+    size = min(len(found) / share for share, found in zip(shares, hashes, strict=True) if share)
     if most:
-        size = min(size, Fraction(max(0, most - unweighted)) / sum(weights))
+        unweighted = sum(len(found) for share, found in zip(shares, hashes, strict=True) if not share)
+        size = min(size, max(0, most - unweighted) / sum(shares, Fraction()))
     flags, left = [], most or math.inf
-    for weight, found in zip(weights, hashes, strict=True):
+    for share, found in zip(shares, hashes, strict=True):
         drawn = np.ones(len(found), np.bool_)
-        if weight:
-            drawn[np.argsort(found, kind="stable")[math.floor(size * weight) :]] = False
+        if share:
+            drawn[np.argsort(found, kind="stable")[math.floor(size * share) :]] = False
         drawn &= np.cumsum(drawn) <= left
         left -= int(drawn.sum())
         flags.append(drawn)
@@ -228,6 +241,12 @@ def _parsed(
             yield place, found, schema
 
 
+def _asked(conversation: Conversation) -> str:
+    """What users wrote, or the raw text. System prompts are left out: to share a common one is no contamination."""
+    users = [message["content"] for message in conversation.messages or () if message["role"] == "user"]
+    return "\n".join(users) or conversation.text or ""
+
+
 def _near(conversation: Conversation) -> int:
     """A hash of the conversation that is blind to case, spaces and Unicode form."""
     pieces = [canonical_json(conversation.tools), canonical_json(conversation.input_ids), conversation.text or ""]
@@ -249,7 +268,7 @@ def _usable(
             ledger.drop(source.path, found.reason, example=f"{place}: {found}")
             continue
         recognised[schema] += 1
-        if known and (shared := known.shared(prompt_text(found))):
+        if known and (shared := known.shared(_asked(found))):
             example = f"{place}: shares {shared!r} with an evaluation prompt"
             ledger.drop(source.path, "contaminated", example=example)
             continue
@@ -313,9 +332,7 @@ def _gather(
     progress: Progress,
 ) -> list[Hashes]:
     """Write the distinct rows of all sources, at most `most` (0: all), and return their hashes, source by source."""
-    expected = [estimate_rows(source)[0] for source in sources]
-    expected = [min(source.limit or count, count) for source, count in zip(sources, expected, strict=True)]
-    total = min(sum(expected), most or math.inf)
+    total = min(sum(estimate_rows(source)[0] for source in sources), most or math.inf)
     parts, exact_seen, near_seen = Parts(folder), Seen(), Seen()
     hashes: list[Hashes] = []
     for source in sources:
