@@ -249,10 +249,11 @@ def _asked(conversation: Conversation) -> str:
 
 def _near(conversation: Conversation) -> int:
     """A hash of the conversation that is blind to case, spaces and Unicode form."""
-    pieces = [canonical_json(conversation.tools), canonical_json(conversation.input_ids), conversation.text or ""]
+    parts: list[Any] = [conversation.tools, conversation.input_ids, conversation.text]
     for message in conversation.messages or ():
         rest = {name: value for name, value in message.items() if name not in ("role", "content")}
-        pieces += [message["role"], str(message["content"]), canonical_json(rest)]
+        parts += [message["role"], message["content"], rest]
+    pieces = [part if isinstance(part, str) else canonical_json(part) if part else "" for part in parts]
     text = "\0".join(normalised(piece) for piece in pieces)  # sources give no NUL: the pieces stay apart
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
