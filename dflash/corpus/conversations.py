@@ -106,12 +106,12 @@ def parse(
     if answers == "generate":
         turns = _open(turns)
     messages = [message for number, turn in enumerate(turns, start=1) for message in _message(turn, number)]
-    if not any(message["role"] == "assistant" for message in messages):
+    if answers == "keep" and not any(m["role"] == "assistant" and m["content"] is not None for m in messages):
         raise Rejected("no_answer", "no assistant turn to keep; add one, or set answers: generate")
     tools = _tools(row.get("tools"))
     others = [message if message["role"] != "assistant" else {"role": "assistant"} for message in messages]
-    ids = _digest([messages, tools]), _digest([others, tools])
-    return conversation(id=ids[0], group=ids[1], messages=messages, tools=tools), name
+    digest, group = _digest([messages, tools]), _digest([others, tools])
+    return conversation(id=digest, group=group, messages=messages, tools=tools), name
 
 
 def _digest(value: Any) -> str:
@@ -135,7 +135,7 @@ def _turns(row: dict[str, Any], schema: str) -> list[Any]:
     if schema in ("messages", "conversations"):
         turns = _listed(row[schema], schema)
     elif schema == "turns":
-        turns = [{"role": "user", "content": text} for text in _listed(row["turns"], "turns")]
+        turns = [turn for text in _listed(row["turns"], "turns") for turn in ({"role": "user", "content": text}, OPEN)]
     else:
         turns = _side(row[schema], "user")
         if schema == "instruction" and (given := row.get("input", row.get("context"))):

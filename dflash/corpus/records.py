@@ -187,8 +187,11 @@ def conservation_table(summary: dict[str, Any]) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of messages and tools: what ids are hashes of, and what Parquet files hold."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    """The one spelling of messages and tools: what ids are hashes of, and what Parquet files hold.
+
+    Keys stay in their order: templates print tools and arguments in it, so another order is another text.
+    """
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def loss_mask_of(row: Row) -> list[bool]:

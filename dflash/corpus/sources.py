@@ -139,7 +139,7 @@ def _line_rows(path: Path) -> Iterator[tuple[int, Row]]:
                     line = file.readline(MAX_ROW_BYTES)
                 yield number, Rejected("too_large", f"a line of more than {MAX_ROW_BYTES:,} bytes; split or remove it")
             elif not line.isspace():
-                yield number, _row(line)
+                yield number, _row(line.rstrip())
 
 
 def _row(line: bytes) -> Row:
