@@ -38,8 +38,9 @@ REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, A
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Rendered texts of answer number `turn`; `prompt` is how `whole` begins. `spans` are the characters of `whole` that
-    the verifier said, though the first end token ends them.
+    """Rendered texts of answer number `turn`; `prompt` is how `whole` begins.
+
+    `spans` are the characters of `whole` that the verifier said (less, where an end token comes earlier).
     """
 
     message: Message
@@ -47,6 +48,10 @@ class Answer:
     prompt: str
     whole: str
     spans: list[tuple[int, int]]
+
+    def is_rest(self) -> bool:
+        """Whether all that follows the prompt is the answer, so that no token's place need be known."""
+        return self.spans == [(len(self.prompt), len(self.whole))]
 
 
 class Chat:
@@ -160,12 +165,11 @@ class Chat:
         them that the verifier said.
         """
         texts = [answer.whole[len(answer.prompt) :] for answer in answers]
-        # all of what follows the prompt is the answer, unless markers say otherwise: then places are needed
-        plain = [answer.spans == [(len(answer.prompt), len(answer.whole))] for answer in answers]
-        encode = self._fast.encode_batch_fast if all(plain) else self._fast.encode_batch
+        places = not all(answer.is_rest() for answer in answers)
+        encode = self._fast.encode_batch if places else self._fast.encode_batch_fast
         encodings = encode([self._lead + text for text in texts], add_special_tokens=False)
         encoded = []
-        for answer, text, whole, encoding in zip(answers, texts, plain, encodings, strict=True):
+        for answer, text, encoding in zip(answers, texts, encodings, strict=True):
             ids, lead, skipped = encoding.ids, len(self._lead), self._num_lead
             if skipped and ids[:skipped] != self._ids("\n"):  # it became one with the answer's own first characters
                 encoding = self._fast.encode(text, add_special_tokens=False)
@@ -173,7 +177,7 @@ class Chat:
             stop = self._end(ids, skipped)
             stop = len(ids) if stop is None else stop
             spans = [(skipped, stop)]
-            if not whole:
+            if not answer.is_rest():
                 shift = len(answer.prompt) - lead
                 spans = [_token_span(encoding, start - shift, end - shift) for start, end in answer.spans]
             kept = [(start - skipped, min(end, stop) - skipped) for start, end in spans if start < min(end, stop)]
@@ -200,8 +204,10 @@ class Chat:
                     return None
             if not text.startswith(answer.whole[:end]):
                 return None
-            spans = [_token_span(encoding, start, stop_at) for start, stop_at in answer.spans]
-            found.append([(max(a, first), min(b, stop)) for a, b in spans if max(a, first) < min(b, stop)])
+            spans = [(first, stop)]
+            if not answer.is_rest():
+                spans = [_token_span(encoding, a, b) for a, b in answer.spans]
+            found.append([(a, min(b, stop)) for a, b in spans if a < min(b, stop)])
         return found
 
     def check(self, answers: Sequence[Answer], spoken: list[list[int]]) -> list[Rejected | None]:
@@ -409,7 +415,7 @@ def _token_span(encoding: Any, start: int, end: int) -> tuple[int, int]:
     if first is None:
         return 0, 0
     stop = first
-    while stop < len(encoding.ids) and encoding.token_to_chars(stop)[0] < end:
+    while stop < len(encoding) and encoding.token_to_chars(stop)[0] < end:
         stop += 1
     return first, stop
 
@@ -450,10 +456,22 @@ def _read_template(text: str) -> _Template:
             f"the chat template is malformed: line {error.lineno}: {error.message}; correct verifier.template, or the "
             "verifier's chat_template.jinja"
         ) from None
-    read = frozenset(meta.find_undeclared_variables(parsed))
+    read = meta.find_undeclared_variables(parsed)
     if "strftime_now" in read:
         log.warning("the chat template may write today's date; ids then depend on the day they are made")
-    return _Template(text, read - GIVEN - set(_environment().globals), parsed.find(nodes.Scope) is not None)
+    variables = frozenset(read - GIVEN - set(_environment().globals) - _locals(parsed))
+    return _Template(text, variables, parsed.find(nodes.Scope) is not None)
+
+
+def _locals(parsed: nodes.Template) -> set[str]:
+    """Names that the template sets before it reads them: Jinja counts those as read where a branch sets them."""
+    first: dict[str, str] = {}
+    for node in parsed.find_all((nodes.Assign, nodes.Name)):
+        # the value of an assignment is read before its target is set
+        names = nodes.Output([node.node]).find_all(nodes.Name) if isinstance(node, nodes.Assign) else [node]
+        for name in names:
+            first.setdefault(name.name, name.ctx)
+    return {name for name, use in first.items() if use == "store"}
 
 
 def _check_variables(variables: dict[str, Any], known: frozenset[str], tokenizer: Any) -> None:
