@@ -146,7 +146,7 @@ class Ledger:
 
     def summary(self) -> dict[str, Any]:
         """`rows_in`, `rows`, `dropped`, and `sources`: one such record per source. Checks the conservation law."""
-        sources = {
+        sources: dict[str, dict[str, Any]] = {
             name: {"rows_in": count, "rows": self.kept[name], "dropped": dict(self.dropped.get(name, {}))}
             for name, count in self.rows_in.items()
         }
