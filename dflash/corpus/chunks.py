@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dflash.config import GenerationConfig
 from dflash.corpus.records import Message, canonical_json
 from dflash.keys import chunk_key
-from dflash.manifests import Artifact, Key
+from dflash.manifests import Artifact, Key, load_manifest
 from dflash.pinning import PinnedVerifier
 
 MOST_CHUNKS = 64  # each is a task run; more of them make a server slow and a graph unreadable
@@ -59,7 +59,8 @@ def plan_chunks(config: GenerationConfig, prompts: Artifact, verifier: PinnedVer
 
 def scan_prompts(prompts: Artifact) -> pl.LazyFrame:
     """The rows of a prompts artifact, in their order."""
-    return pl.scan_parquet(sorted(prompts.path.glob("part-*.parquet")))
+    names = sorted(name for name in load_manifest(prompts.path).files if name.startswith("prompts/"))
+    return pl.scan_parquet([prompts.path / name for name in names])
 
 
 def has_slots() -> pl.Expr:
