@@ -144,8 +144,9 @@ def _turns(row: dict[str, Any], schema: str) -> list[Any]:
         answer = next((row[name] for name in COMPANIONS[schema] if name in row), None)
         turns = turns + (_side(answer, "assistant") if answer is not None else [])
     system = next((row[name] for name in SYSTEM if row.get(name)), None)
-    has_its_own = any(_role(turn) == "system" for turn in turns)
-    return turns if system is None or has_its_own else [{"role": "system", "content": system}, *turns]
+    if system is None or any(_role(turn) == "system" for turn in turns):
+        return turns
+    return [{"role": "system", "content": system}, *turns]
 
 
 def _listed(value: Any, what: str) -> list[Any]:
@@ -304,13 +305,6 @@ def from_columns(row: dict[str, Any]) -> Conversation:
     for name in ("messages", "tools"):
         values[name] = None if values[name] is None else json.loads(values[name])
     return Conversation(**values)
-
-
-def prompt_text(conversation: Conversation) -> str:
-    """What users and system wrote, or the raw text; empty for token ids."""
-    if conversation.messages is None:
-        return conversation.text or ""
-    return "\n".join(m["content"] for m in conversation.messages if m["role"] in ("system", "user"))
 
 
 def normalised(text: str) -> str:

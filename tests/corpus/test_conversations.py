@@ -12,7 +12,6 @@ from dflash.corpus.conversations import (
     from_columns,
     normalised,
     parse,
-    prompt_text,
     to_columns,
     words,
 )
@@ -342,13 +341,6 @@ def test_any_row_is_a_conversation_that_survives_its_columns_or_is_rejected(row:
     if found.messages is not None:
         assert all(m["content"] is not None or (answers == "generate" and m == SLOT) for m in found.messages)
         assert answers == "keep" or found.messages[-1] == SLOT
-
-
-def test_prompt_text_is_what_users_and_system_wrote():
-    row = {"system": "Be brief.", "messages": [*PAIR, user("How?")]}
-    assert prompt_text(conversation(row, "keep")) == prompt_text(conversation(row)) == "Be brief.\nWhy?\nHow?"
-    assert prompt_text(conversation({"text": "Once."}, "keep")) == "Once."
-    assert prompt_text(conversation({"input_ids": [1], "loss_mask": [1]}, "keep")) == ""
 
 
 def test_normalised_texts_differ_in_no_case_space_or_unicode_form():
