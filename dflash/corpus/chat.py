@@ -184,47 +184,46 @@ class Chat:
             encoded.append((ids[skipped:stop], kept))
         return encoded
 
-    def earlier_spans(self, answers: Sequence[Answer], encoding: Any) -> list[list[tuple[int, int]]] | None:
-        """Token spans of all answers but the last within the last one's prompt, of which `encoding` is; None where that
-        prompt does not repeat prompts and answers, or not in the same ids.
+    def places_in_prompt(
+        self, answers: Sequence[Answer], encoding: Any, alone: Sequence[tuple[list[int], list[tuple[int, int]]]]
+    ) -> list[int] | None:
+        """Where the ids of all answers but the last begin within the last one's prompt, of which `encoding` is.
+
+        `alone` are the answers by themselves. None where that prompt does not repeat the earlier prompts and answers,
+        character by character and id by id.
         """
         text, ids = answers[-1].prompt, encoding.ids
-        found = []
-        for answer in answers[:-1]:
+        places = []
+        for answer, (own, _) in zip(answers[:-1], alone, strict=False):
             begin = len(answer.prompt)
             first = encoding.char_to_token(begin)
-            if not text.startswith(answer.prompt) or first is None or not self._is_edge(text, encoding, first, begin):
+            if not own or first is None or ids[first : first + len(own)] != own:
                 return None
-            stop, end = self._end(ids, first), len(answer.whole)
-            if stop is not None and encoding.token_to_chars(stop - 1)[1] <= end:
-                end = encoding.token_to_chars(stop - 1)[1]
-            else:  # the template ends this answer without an end token
-                stop = encoding.char_to_token(end)
-                if stop is None or not self._is_edge(text, encoding, stop, end):
-                    return None
-            if not text.startswith(answer.whole[:end]):
+            stop = first + len(own)
+            end = encoding.token_to_chars(stop - 1)[1]
+            closed = own[-1] in self._added_ids or (
+                end == len(answer.whole) and self._is_edge(text, encoding, stop, end)
+            )
+            if not (closed and text.startswith(answer.whole[:end]) and self._is_edge(text, encoding, first, begin)):
                 return None
-            spans = [(first, stop)]
-            if not answer.is_rest():
-                spans = [_token_span(encoding, a, b) for a, b in answer.spans]
-            found.append([(a, min(b, stop)) for a, b in spans if a < min(b, stop)])
-        return found
+            places.append(first)
+        return places
 
     def check(self, answers: Sequence[Answer], spoken: list[list[int]]) -> list[Rejected | None]:
         """What is wrong with the supervised ids of each answer: none at all, or not what the message says."""
         texts = self._fast.decode_batch(spoken, skip_special_tokens=False)
-        return [
-            self._wrong(answer.message, ids, text) for answer, ids, text in zip(answers, spoken, texts, strict=True)
-        ]
+        return [self._wrong(answer, ids, text) for answer, ids, text in zip(answers, spoken, texts, strict=True)]
 
-    def _wrong(self, message: Message, ids: list[int], text: str) -> Rejected | None:
+    def _wrong(self, answer: Answer, ids: list[int], text: str) -> Rejected | None:
         if not ids:
             return Rejected("no_supervised", "the template leaves no supervised token of an answer")
+        message = answer.message
         content = message.get("content") or ""
         if content.strip() not in text:
-            # templates reformat, tokenizers normalise: what counts is that every character comes back
+            # templates reformat, tokenizers normalise, and a prompt may open the answer (with `<think>`, say): what
+            # counts is that every character comes back
             again = self._fast.decode(self._ids(content), skip_special_tokens=False)
-            if _squeezed(content) not in _squeezed(text) and _squeezed(again) not in _squeezed(text):
+            if not any(_ends_in(said, text, before=answer.prompt[-32:]) for said in (content, again)):
                 return Rejected(
                     "template_error",
                     f"the template writes an answer that begins {content.strip()[:40]!r} as {text[:40]!r}; "
@@ -326,42 +325,42 @@ def rows_of(
             rendered.append([])
             outcome.append(rejected)
 
+    every = [(i, turn) for i, answers in enumerate(rendered) for turn in range(len(answers))]
+    said = dict(zip(every, chat.encode_answers([rendered[i][turn] for i, turn in every]), strict=True))
+    prompts: dict[tuple[int, int], list[int]] = {}
+    joined: dict[int, list[int]] = {}  # of conversations in one row: where each answer begins
     candidates = [i for i, answers in enumerate(rendered) if turns == "merge" and len(answers) > 1]
     encodings = chat.encode_with_places([rendered[i][-1].prompt for i in candidates])
-    earlier: dict[int, list[list[tuple[int, int]]]] = {}
-    prompts: dict[tuple[int, int], list[int]] = {}  # by conversation and answer
     for i, encoding in zip(candidates, encodings, strict=True):
-        prompts[i, len(rendered[i]) - 1] = encoding.ids
-        before = chat.earlier_spans(rendered[i], encoding)
-        if before is not None:
-            earlier[i] = before
-
-    wanted = [
-        (i, turn)
-        for i, answers in enumerate(rendered)
-        for turn in range(len(answers) - 1 if i in earlier else 0, len(answers))
-    ]
-    missing = [place for place in wanted if place not in prompts]
+        last = len(rendered[i]) - 1
+        prompts[i, last] = encoding.ids
+        places = chat.places_in_prompt(rendered[i], encoding, [said[i, turn] for turn in range(last)])
+        if places is not None:
+            joined[i] = [*places, len(encoding)]
+    missing = [(i, turn) for i, turn in every if i not in joined and (i, turn) not in prompts]
     prompts.update(zip(missing, chat.encode_prompts([rendered[i][turn].prompt for i, turn in missing]), strict=True))
-    said = chat.encode_answers([rendered[i][turn] for i, turn in wanted])
 
-    rows: list[list[Row]] = [[] for _ in rendered]
-    checked: list[tuple[int, Answer, list[int]]] = []
-    for (i, turn), (ids, spans) in zip(wanted, said, strict=True):
-        start = len(prompts[i, turn])
-        input_ids = prompts[i, turn] + ids
-        answers = rendered[i] if i in earlier else [rendered[i][turn]]
-        parts = [*earlier.get(i, []), [(start + a, start + b) for a, b in spans]]
-        for answer, own in zip(answers, parts, strict=True):
-            checked.append((i, answer, [token for a, b in own for token in input_ids[a:b]]))
-        whole = i in earlier or (turns == "merge" and len(rendered[i]) == 1)
-        rows[i].append(Row(input_ids, [span for own in parts for span in own], None if whole else answers[-1].turn))
+    rows: list[list[Row]] = []
+    for i, answers in enumerate(rendered):
+        if i in joined:
+            parts = [said[i, turn][1] for turn in range(len(answers))]
+            spans = [(begin + a, begin + b) for begin, part in zip(joined[i], parts, strict=True) for a, b in part]
+            last = len(answers) - 1
+            rows.append([Row(prompts[i, last] + said[i, last][0], spans)])
+            continue
+        whole = turns == "merge" and len(answers) == 1
+        rows.append([])
+        for turn, answer in enumerate(answers):
+            ids, part = said[i, turn]
+            begin = len(prompts[i, turn])
+            spans = [(begin + a, begin + b) for a, b in part]
+            rows[i].append(Row(prompts[i, turn] + ids, spans, None if whole else answer.turn))
 
-    faults = chat.check([answer for _, answer, _ in checked], [ids for _, _, ids in checked])
-    for (i, _, _), fault in zip(checked, faults, strict=True):
-        if fault is not None:
-            outcome[i] = outcome[i] or fault
-    return [fault if fault is not None else made for fault, made in zip(outcome, rows, strict=True)]
+    spoken = [[token for a, b in said[place][1] for token in said[place][0][a:b]] for place in every]
+    faults = chat.check([rendered[i][turn] for i, turn in every], spoken)
+    for (i, _), fault in zip(every, faults, strict=True):
+        outcome[i] = outcome[i] or fault
+    return [made if fault is None else fault for fault, made in zip(outcome, rows, strict=True)]
 
 
 def rows_of_turns(turns: Sequence[Turn], *, turns_mode: str) -> list[Row]:
@@ -420,8 +419,11 @@ def _token_span(encoding: Any, start: int, end: int) -> tuple[int, int]:
     return first, stop
 
 
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
+def _ends_in(said: str, text: str, *, before: str) -> bool:
+    """Whether `said` is there but for white space, begun in `before` or in `text` and ended in `text`."""
+    said, text, before = ("".join(part.split()) for part in (said, text, before))
+    place = (before + text).rfind(said)
+    return place >= 0 and place + len(said) > len(before)
 
 
 class _Generation(Extension):
@@ -468,8 +470,8 @@ def _locals(parsed: nodes.Template) -> set[str]:
     first: dict[str, str] = {}
     for node in parsed.find_all((nodes.Assign, nodes.Name)):
         # the value of an assignment is read before its target is set
-        names = nodes.Output([node.node]).find_all(nodes.Name) if isinstance(node, nodes.Assign) else [node]
-        for name in names:
+        inside = nodes.Output([node.node]) if isinstance(node, nodes.Assign) else nodes.Output([node])
+        for name in inside.find_all(nodes.Name):
             first.setdefault(name.name, name.ctx)
     return {name for name, use in first.items() if use == "store"}
 

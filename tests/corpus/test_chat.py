@@ -29,6 +29,7 @@ ENDS = {  # style: bos, eos, and further end tokens as in a generation config
     "deepseek_r1": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", []),
     "harmony": (None, "<|return|>", ["<|call|>"]),
     "marked": (None, "<|im_end|>", []),
+    "plain": (None, "<|endoftext|>", []),
 }
 ADDED = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>",
@@ -336,6 +337,14 @@ def test_conversations_without_a_right_row_are_rejected(style: str, messages: li
 
 def test_an_answer_that_no_served_prompt_leads_to_is_rejected():
     forced = make_chat("deepseek_r1", variables={"forced": True})
+    # and thinking that the prompt opens is the prompt's, even where a prompt without thinking would open nothing
+    opening = (
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant {{ '<think>' if enable_thinking is not false }}{% endif %}"
+    )
+    thought = {"role": "assistant", "content": "<think>two</think>Four."}
+    chat = make_chat("chatml", template=opening)
+    assert said(chat, rows(chat, [Q1, thought])[0]) == ["two</think>Four.<|im_end|>"]
     with pytest.raises(Rejected, match=r"opens an answer with '.*<think>\\n', but writes this one otherwise"):
         rows(forced, [Q1, A1])
 
