@@ -24,10 +24,6 @@ from dflash.config import (
     TrainingConfig,
     VerifierConfig,
 )
-from dflash.corpus.chunks import plan_chunks
-from dflash.corpus.collection import collect
-from dflash.corpus.generation import generate_chunk
-from dflash.corpus.generation import seal as seal_answers
 from dflash.corpus.tokenization import tokenize
 from dflash.decoding.evaluation import evaluate
 from dflash.hidden.extraction import extract_shard, plan_shards, seal
@@ -36,6 +32,7 @@ from dflash.keys import RECIPES
 from dflash.manifests import silent
 from dflash.pinning import pin
 from dflash.training.loop import train
+from tests.answered import answered
 
 GOLDEN = Path(__file__).parent / "golden.json"
 
@@ -55,14 +52,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         made: dict[str, Any] = {}
 
         generation = GenerationConfig(prompts=[SourceConfig(path=str(prompts))], max_new_tokens=24, chunk_prompts=5)
-        collected = collect(generation)
+        collected, conversations = answered(generation, verifier)
         rows = pl.read_parquet(collected.path / "prompts" / "*.parquet")
         made["prompts"] = digest(rows.drop("origin", "source").rows())
-        chunks = [
-            generate_chunk(plan, generation, collected, verifier)
-            for plan in plan_chunks(generation, collected, verifier)
-        ]
-        conversations = seal_answers(chunks, generation, collected, verifier)
         served = pl.read_parquet(conversations.path / "conversations.parquet")
         made["generation"] = digest(served.select("id", "response_ids", "finish_reason").rows())
 
@@ -92,7 +84,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         made["training"] = {"losses": [line["train/loss"] for line in lines if "train/loss" in line]}
 
         report = evaluate(
-            EvaluationConfig(prompts=[SourceConfig(path=str(prompts))], budgets=[16, 64], live_prompts=1), drafter, states, verifier
+            EvaluationConfig(prompts=[SourceConfig(path=str(prompts))], budgets=[16, 64], live_prompts=1),
+            drafter,
+            states,
+            verifier,
         )
         made["evaluation"] = json.loads((report.path / "report.json").read_text())["acceptance_length"]
         yield made
