@@ -312,13 +312,10 @@ class Parts:
     def flush(self) -> None:
         if self._pending:
             columns = dict(zip(CONVERSATIONS, zip(*self._pending, strict=True), strict=True))
-            pl.DataFrame(columns, schema=CONVERSATIONS).write_parquet(_part(self._folder, self._num_parts))
+            path = self._folder / f"part-{self._num_parts:05d}.parquet"
+            pl.DataFrame(columns, schema=CONVERSATIONS).write_parquet(path)
             self._num_parts += 1
             self._pending, self._size = [], 0
-
-
-def _part(folder: Path, number: int) -> Path:
-    return folder / f"part-{number:05d}.parquet"
 
 
 def _gather(
@@ -375,12 +372,9 @@ def _firsts(hashes: Hashes) -> Flags:
 def _filter(read: Path, folder: Path, *, rows: Flags) -> None:
     """Move the flagged rows of one folder's part files into another's. One part is in memory at a time."""
     folder.mkdir()
-    start = num_parts = 0
+    start = 0
     for path in sorted(read.iterdir()):
         frame = pl.read_parquet(path)
-        kept = frame.filter(pl.Series(rows[start : start + frame.height]))
+        frame.filter(pl.Series(rows[start : start + frame.height])).write_parquet(folder / path.name)
         start += frame.height
-        if kept.height:
-            kept.write_parquet(_part(folder, num_parts))
-            num_parts += 1
     shutil.rmtree(read)

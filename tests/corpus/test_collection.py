@@ -113,6 +113,12 @@ def test_conversations_that_join_to_one_text_are_no_duplicates(prompt_file: Writ
     path = prompt_file(two("a b", "c"), two("a", "b c"), json.dumps({"prompt": "a b c"}))
     assert collect(config(path)).summary["rows"] == 3
 
+    def pair(prompt: str, response: str) -> str:
+        return json.dumps({"prompt": prompt, "response": response})
+
+    path = prompt_file(pair("a", "bassistantc"), pair("aassistantb", "c"), pair("a b", "c"))
+    assert collect(config({"path": str(path), "answers": "keep"})).summary["rows"] == 3
+
 
 def test_repetitions_that_are_wanted_get_ids_of_their_own(prompt_file: WriteFile):
     one, two = prompt_file(*numbered(2), *numbered(2), name="one.jsonl"), prompt_file(*numbered(2), name="two.jsonl")
@@ -149,6 +155,7 @@ def test_weighted_sources_are_mixed_by_their_shares(prompt_file: WriteFile):
     ids = collected(artifact).filter(pl.col("origin") == str(two))["id"]
     everything = collected(collect(config(two)))["id"]
     assert set(ids) == set(everything.sort().head(17))
+    assert {path.name for path in artifact.path.iterdir()} == {"prompts", "manifest.json"}
     assert ids.to_list() == [id for id in everything if id in set(ids)], "in the order of the source"
 
     few = collect(config(*sources, max_prompts=15))
@@ -285,6 +292,7 @@ def test_a_peek_finds_bad_data_before_anything_is_made(prompt_file: WriteFile, h
     peek(config(path, max_dropped_share=0.3))
     peek(config({"path": str(path), "limit": 5}))
     peek(config(path, max_prompts=5))
+    peek(config(prompt_file(*numbered(5), name="first.jsonl"), path, max_prompts=5))
 
 
 def test_a_peek_weighs_sources_by_their_rows(prompt_file: WriteFile):
