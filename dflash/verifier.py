@@ -123,8 +123,11 @@ class Verifier:
 
         Then each prompt has a seed of its own, and its answer does not depend on the others. A loop of its own, because
         a model's generation_config may ask for repetition penalties and the like, and a drafter must learn what the
-        verifier itself would say.
+        verifier itself would say. Raises ValueError for ids that the verifier's embedding does not have.
         """
+        largest, num_ids = max(map(max, prompt_ids)), self.model.get_input_embeddings().weight.shape[0]
+        if largest >= num_ids:  # a GPU would not only fail, but be of no use to this process any more
+            raise ValueError(f"id {largest} of a prompt is outside of the verifier's vocabulary of {num_ids}")
         longest = max(map(len, prompt_ids))
         pads = [longest - len(ids) for ids in prompt_ids]
         ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, prompt_ids, strict=True)], device=self.device)

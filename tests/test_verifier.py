@@ -166,6 +166,11 @@ def test_a_temperature_near_zero_is_greedy() -> None:
         assert cold == v.generate(prompts, max_new_tokens=12)
 
 
+def test_a_prompt_with_an_unknown_id_is_refused_before_the_device_sees_it() -> None:
+    with pytest.raises(ValueError, match=f"id {VOCABULARY} of a prompt is outside of the verifier's vocabulary of 61"):
+        verifier().generate([[1, 2], [3, VOCABULARY]], max_new_tokens=3)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
     logits_V = torch.tensor([1.0, -1.0, 2.0, float("-inf"), 0.5, 2.0])

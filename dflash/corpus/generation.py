@@ -128,7 +128,7 @@ def generate_chunk(
     finished = in_progress(plan.key)
     conversations = scan_prompts(prompts).slice(plan.start, plan.stop - plan.start).filter(has_slots())
     dropped: list[dict[str, Any]] = []
-    summary: dict[str, Any] = {"rows_in": plan.rows, "rows": 0, "answers": 0, "tokens": 0}
+    summary: dict[str, Any] = {"rows_in": 0, "rows": 0, "answers": 0, "tokens": 0}
     with (
         publish(plan.key, summary=summary, location=plan.location, content_identity=True) as (folder, artifact),
         _backend(config, verifier, chat) as (ask, at_once),
@@ -156,6 +156,7 @@ def generate_chunk(
             lost = [dialogue for dialogue in dialogues.values() if dialogue.end and not dialogue.answers]
             dropped += [dialogue.dropped() for dialogue in lost]
             _warn_of_cuts(dialogues)
+            summary["rows_in"] += len(dialogues)
             summary["rows"] += len(dialogues) - len(lost)
             summary["answers"] += answers.height
             summary["tokens"] += int(answers["response_ids"].list.len().sum())
@@ -165,7 +166,8 @@ def generate_chunk(
         summary["dropped"] = dict(reasons.most_common())
         (folder / "dropped.json").write_text(json.dumps(dropped, indent=1))
     shutil.rmtree(finished)
-    log.info("chunk %s: %d answers of %d tokens, dropped %s", plan.name, *list(summary.values())[2:])
+    facts = summary | {"name": plan.name}
+    log.info("chunk %(name)s: %(answers)d answers of %(tokens)d tokens, dropped %(dropped)s", facts)
     return artifact()
 
 
@@ -299,7 +301,7 @@ class _Counts:
         self.tokens += int(answers["response_ids"].list.len().sum())
         self.prompt_tokens += int(answers["prompt_ids"].list.len().sum())
         for counts, column in ((self.finish, "finish_reason"), (self.ids_from, "ids_from")):
-            for value, count in answers[column].value_counts(sort=True).iter_rows():
+            for value, count in answers[column].value_counts().sort(column).iter_rows():
                 counts[value] = counts.get(value, 0) + count
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import polars as pl
 import pytest
+from small_server import SmallServer
 
 import dflash.corpus.generation as generation
 from dflash.config import GenerationConfig
@@ -188,6 +189,13 @@ def test_bytes_and_identity_do_not_depend_on_batches_chunks_parts_windows_or_dev
         assert other.identity == one.identity
 
 
+def test_a_server_gives_the_same_conversations_as_this_process(verifier: PinnedVerifier) -> None:
+    prompts = make_prompts(multi_turns(8))
+    with SmallServer(load_verifier(verifier)).running() as server:
+        served = generate(change(CONFIG, backend="openai", base_url=server.base_url), prompts, verifier)
+    assert sealed(served).equals(sealed(generate(CONFIG, prompts, verifier)))
+
+
 def test_a_seed_of_sampling_gives_its_own_answers_again(verifier: PinnedVerifier) -> None:
     prompts = make_prompts(single_turns(5))
     drawn = {
@@ -300,13 +308,13 @@ def test_a_poisoned_prompt_is_recorded_and_skipped(odd_verifier: PinnedVerifier)
     [plan] = plan_chunks(change(CONFIG, chunk_prompts=100), prompts, odd_verifier)
     [record] = json.loads((home() / plan.location / "dropped.json").read_text())
     assert (record["id"], record["source"], record["reason"]) == (rows[5]["id"], "p.jsonl:6", "generation_failed")
-    assert record["message"].startswith("IndexError: ")
+    assert record["message"].startswith("ValueError: id ")
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_verifier_that_answers_nothing_leaves_no_chunk(odd_verifier: PinnedVerifier, batch_size: int) -> None:
     prompts = make_prompts([conversation(n, [user(f"poison {n}"), SLOT]) for n in range(3)])
-    with pytest.raises(RuntimeError, match="IndexError"):
+    with pytest.raises(RuntimeError, match=r"ValueError: id \d+ of a prompt is outside"):
         generate(change(CONFIG, batch_size=batch_size), prompts, odd_verifier)
     assert not list((home() / "artifacts" / "generation").rglob("manifest.json"))
 
