@@ -292,7 +292,8 @@ def test_a_peek_finds_bad_data_before_anything_is_made(prompt_file: WriteFile, h
     peek(config(path, max_dropped_share=0.3))
     peek(config({"path": str(path), "limit": 5}))
     peek(config(path, max_prompts=5))
-    peek(config(prompt_file(*numbered(5), name="first.jsonl"), path, max_prompts=5))
+    first, rest = prompt_file(*numbered(5), name="first.jsonl"), prompt_file(*"{{{{", name="rest.jsonl")
+    peek(config(first, rest, max_prompts=5))
 
 
 def test_a_peek_weighs_sources_by_their_rows(prompt_file: WriteFile):
