@@ -113,6 +113,9 @@ class TooManyDropped(ValueError):
         super().__init__(message)
         self.summary = summary
 
+    def __reduce__(self) -> tuple[type["TooManyDropped"], tuple[str, dict[str, Any]]]:
+        return TooManyDropped, (str(self), self.summary)
+
 
 HARMLESS = ("duplicate", "near_duplicate", "not_drawn")
 """Reasons that say nothing bad about the data: repeated rows, and rows a weight or limit left out."""
@@ -186,12 +189,15 @@ def conservation_table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it is called for every row
+
+
 def canonical_json(value: Any) -> str:
     """The one spelling of messages and tools: what ids are hashes of, and what Parquet files hold.
 
     Keys stay in their order: templates print tools and arguments in it, so another order is another text.
     """
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return _encode(value)
 
 
 def loss_mask_of(row: Row) -> list[bool]:
