@@ -17,18 +17,19 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from itertools import count
+from itertools import accumulate, chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import polars as pl
 
 from dflash.config import TokenizationConfig
 from dflash.corpus.bucketing import bucket_edges
 from dflash.corpus.chat import Chat, load_chat, rows_of, rows_of_turns
-from dflash.corpus.records import Ledger, Rejected, Row, Turn, loss_mask_of, spans_of
+from dflash.corpus.records import Ledger, Rejected, Row, Turn, spans_of
 from dflash.keys import tokenization_key
 from dflash.manifests import Artifact, Progress, publish, silent
 from dflash.pinning import PinnedVerifier
@@ -99,7 +100,7 @@ def tokenize(
             progress(counts.rows_read, total, f"{counts.tokens:,} tokens, {speed}")
         _check(counts.ledger, config, source=source)
         log.info("%d rows to %d tokens by %d processes, %s", total, counts.tokens, workers, speed)
-        parts = pl.scan_parquet(sorted(Path(aside).iterdir()))
+        parts = pl.scan_ipc(sorted(Path(aside).iterdir()))  # cheaper than Parquet to read once per bucket
         rows = parts.select("split", "length", "num_supervised").collect()
         splits = _splits(rows["split"], config, source=source)
         edges = config.edges or bucket_edges(rows["length"], config.num_buckets, method=config.bucketing)
@@ -172,7 +173,7 @@ def _make_parts(
     slices: Iterator[pl.DataFrame], make: Callable[[pl.DataFrame, Path], Counts], *, folder: Path, workers: int
 ) -> Iterator[Counts]:
     """Make the part file of each slice, in this process or in several, a few slices ahead; results come in order."""
-    paths = (folder / f"{number:06d}.parquet" for number in count())
+    paths = (folder / f"{number:06d}.arrow" for number in count())
     if workers <= 1:
         yield from map(make, slices, paths)
         return
@@ -223,7 +224,7 @@ def _make_part(
     counts, made = Counts(rows_read=frame.height), []
     limit = partial(_cut, max_length=max_length, min_supervised=min_supervised, vocab_size=verifier.vocab_size)
     for run in _runs(frame, AT_ONCE):
-        columns: list[list[Any]] = [[] for _ in PART]
+        facts, rows = [], []
         for head, result in _rows(run, verifier=verifier, turns=turns, mask_empty_thinking=mask_empty_thinking):
             counts.messages += head["messages"] is not None
             split = split_of(head["group"], validation_share=validation_share)
@@ -234,16 +235,30 @@ def _make_part(
                     counts.ledger.drop(head["origin"], cut.reason, example=f"{head['source']}: {cut}")
                     continue
                 counts.ledger.keep(head["origin"])
-                length, num_supervised = len(cut.input_ids), sum(end - start for start, end in cut.spans)
-                counts.tokens += length
+                counts.tokens += len(cut.input_ids)
                 counts.truncated += cut is not row
                 id = head["id"] if cut.turn is None else f"{head['id']}#{cut.turn}"
-                values = (id, head["category"], split, length, num_supervised, cut.input_ids, loss_mask_of(cut))
-                for column, value in zip(columns, values, strict=True):
-                    column.append(value)
-        made.append(pl.DataFrame(dict(zip(PART, columns, strict=True)), schema=PART))
-    pl.concat(made, rechunk=True).write_parquet(path)
+                facts.append((id, head["category"], split))
+                rows.append(cut)
+        made.append(_frame(facts, rows))
+    pl.concat(made).write_ipc(path, compression="zstd")
     return counts
+
+
+def _frame(facts: list[tuple[str, str, str]], rows: list[Row]) -> pl.DataFrame:
+    """Columns PART, of (id, category, split) and rows. Ids go through flat arrays: a third of the time of lists."""
+    lengths = [len(row.input_ids) for row in rows]
+    ids = np.fromiter(chain.from_iterable(row.input_ids for row in rows), dtype=np.int32, count=sum(lengths))
+    mask = np.zeros(len(ids), dtype=bool)
+    for first, row in zip(accumulate(lengths, initial=0), rows, strict=False):
+        for start, end in row.spans:
+            mask[first + start : first + end] = True
+    tokens = pl.DataFrame({"row": np.repeat(np.arange(len(rows)), lengths), "input_ids": ids, "loss_mask": mask})
+    lists = tokens.group_by("row", maintain_order=True).agg(
+        "input_ids", "loss_mask", length=pl.len(), num_supervised=pl.col("loss_mask").sum()
+    )
+    columns = pl.DataFrame(facts, schema=["id", "category", "split"], orient="row").hstack(lists)
+    return columns.select(pl.col(name).cast(kind) for name, kind in PART.items())
 
 
 def _rows(
