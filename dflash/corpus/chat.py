@@ -189,22 +189,16 @@ class Chat:
     ) -> list[int] | None:
         """Where the ids of all answers but the last begin within the last one's prompt, of which `encoding` is.
 
-        `alone` are the answers by themselves. None where that prompt does not repeat the earlier prompts and answers,
-        character by character and id by id.
+        `alone` are the answers by themselves. None where that prompt does not repeat the earlier prompts and answers
+        id by id.
         """
         text, ids = answers[-1].prompt, encoding.ids
         places = []
-        for answer, (own, _) in zip(answers[:-1], alone, strict=False):
+        for answer, (own, _) in zip(answers[:-1], alone, strict=True):
             begin = len(answer.prompt)
             first = encoding.char_to_token(begin)
-            if not own or first is None or ids[first : first + len(own)] != own:
-                return None
-            stop = first + len(own)
-            end = encoding.token_to_chars(stop - 1)[1]
-            closed = own[-1] in self._added_ids or (
-                end == len(answer.whole) and self._is_edge(text, encoding, stop, end)
-            )
-            if not (closed and text.startswith(answer.whole[:end]) and self._is_edge(text, encoding, first, begin)):
+            repeated = text.startswith(answer.prompt) and first is not None and ids[first : first + len(own)] == own
+            if not repeated or not self._is_edge(text, encoding, first, begin):
                 return None
             places.append(first)
         return places
@@ -405,7 +399,7 @@ def _answer(
             )
         prompt = whole[: spans[0][0]]
     start = len(prompt)
-    return Answer(message, turn, prompt, whole, [(max(a, start), b) for a, b in spans if b > start])
+    return Answer(message, turn, prompt, whole, [(max(a, start), b) for a, b in spans])
 
 
 def _token_span(encoding: Any, start: int, end: int) -> tuple[int, int]:

@@ -232,6 +232,23 @@ def test_ids_that_run_across_a_boundary_make_a_row_per_answer():
     assert said(chat, row)[0] == " Two<|im_end|>"
 
 
+def test_an_answer_begins_where_its_prompt_ends_even_if_its_ids_are_found_earlier():
+    fast = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "aa": 2}, merges=[("a", "a")]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    chat = Chat(tokenizer, template="{% for m in messages %}{{ m.content }}{% endfor %}")
+    pairs = (("user", "a"), ("assistant", "aa"), ("user", "b"), ("assistant", "b"))
+    messages = [{"role": role, "content": text} for role, text in pairs]
+    # the later prompt is aa|a|b: an aa lies at its beginning, but the answer aa is not there
+    assert rows(chat, messages) == [Row([0, 2], [(1, 2)], 0), Row([2, 0, 1, 1], [(3, 4)], 1)]
+
+
+def test_a_template_that_rewrites_the_beginning_makes_a_row_per_answer():
+    counting = "{{ (messages | length + 1) // 2 }}" + (TEMPLATES / "chatml.jinja").read_text()
+    chat = make_chat("chatml", template=counting)
+    # the number is the same in an answer's prompt and with the answer, and as long in the next prompt
+    assert [row.turn for row in rows(chat, [Q1, {"role": "assistant", "content": "x"}, Q2, A2])] == [0, 1]
+
+
 def test_a_tokenizer_that_adds_a_space_to_texts_adds_none_to_answers():
     chat = make_chat("chatml", fast=make_tokenizer(prefix_space=True).to_str())
     (row,) = rows(chat, [Q1, A1])
