@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate, chain, count
@@ -55,6 +55,8 @@ PART_ROWS = 2048  # of a part file and of a row group of the corpus: 30 MB at 3,
 AT_ONCE = 256  # rows that are Python objects at a time, which take ten times the memory
 WORTH_WORKERS = 50_000  # rows to tokenize; with fewer, workers (seconds each to start) make it slower
 SPLIT_SALT = "dflash/split/"
+
+_loading = threading.Lock()
 
 
 def split_of(group: str, *, validation_share: float) -> str:
@@ -118,7 +120,7 @@ def tokenize(
             "padding_share": round(1 - counts.tokens / sum(b["rows"] * b["longest"] for b in buckets), 4),
             "buckets": buckets,
             "chat": {
-                "template_sha256": _chat(verifier.model_dump_json()).template_sha256 if counts.messages else None,
+                "template_sha256": _chat(verifier).template_sha256 if counts.messages else None,
                 "options": verifier.chat.model_dump(exclude={"template"}),
             },
         }
@@ -174,15 +176,16 @@ def _make_parts(
 ) -> Iterator[Counts]:
     """Make the part file of each slice, in this process or in several, a few slices ahead; results come in order."""
     paths = (folder / f"{number:06d}.arrow" for number in count())
-    if workers <= 1:
-        yield from map(make, slices, paths)
-        return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    pool: Executor
+    if workers > 1:
+        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    else:  # one thread renders while the tokenizer, outside the interpreter's lock, works for the other
+        pool = ThreadPoolExecutor(2, thread_name_prefix="tokenization")
     pending: deque[Future[Counts]] = deque()
     try:
         for frame, path in zip(slices, paths, strict=False):
             pending.append(pool.submit(make, frame, path))
-            if len(pending) > 2 * workers:
+            if len(pending) > 2 * max(workers, 2):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -204,8 +207,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _chat(verifier: PinnedVerifier) -> Chat:
+    with _loading:  # two threads may ask at once
+        return _load_chat(verifier.model_dump_json())
+
+
 @lru_cache(maxsize=1)
-def _chat(verifier: str) -> Chat:
+def _load_chat(verifier: str) -> Chat:
     return load_chat(PinnedVerifier.model_validate_json(verifier))
 
 
@@ -286,15 +294,15 @@ def _rows(
     if messages:
         heads = [conversations[number][0] for number in messages]
         batch = [(json.loads(head["messages"]), json.loads(head["tools"] or "null")) for head in heads]
-        chat = _chat(verifier.model_dump_json())
+        chat = _chat(verifier)
         results |= zip(
             messages, rows_of(chat, batch, turns=turns, mask_empty_thinking=mask_empty_thinking), strict=True
         )
     if texts:
-        tokenizer = _chat(verifier.model_dump_json()).tokenizer
-        encoded = tokenizer([conversations[number][0]["text"] for number in texts])["input_ids"]
+        tokenizer = _chat(verifier).tokenizer.backend_tokenizer
+        encodings = tokenizer.encode_batch_fast([conversations[number][0]["text"] for number in texts])
         # nothing was asked here: all is supervised that has a token before it
-        results |= zip(texts, ([Row(ids, [(1, len(ids))])] for ids in encoded), strict=True)
+        results |= zip(texts, ([Row(e.ids, [(1, len(e.ids))])] for e in encodings), strict=True)
     return [(head, results[number]) for number, (head, *_) in enumerate(conversations)]
 
 
