@@ -14,7 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate, chain, count
@@ -55,8 +55,6 @@ PART_ROWS = 2048  # of a part file and of a row group of the corpus: 30 MB at 3,
 AT_ONCE = 256  # rows that are Python objects at a time, which take ten times the memory
 WORTH_WORKERS = 50_000  # rows to tokenize; with fewer, workers (seconds each to start) make it slower
 SPLIT_SALT = "dflash/split/"
-
-_loading = threading.Lock()
 
 
 def split_of(group: str, *, validation_share: float) -> str:
@@ -176,16 +174,15 @@ def _make_parts(
 ) -> Iterator[Counts]:
     """Make the part file of each slice, in this process or in several, a few slices ahead; results come in order."""
     paths = (folder / f"{number:06d}.arrow" for number in count())
-    pool: Executor
-    if workers > 1:
-        pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
-    else:  # one thread renders while the tokenizer, outside the interpreter's lock, works for the other
-        pool = ThreadPoolExecutor(2, thread_name_prefix="tokenization")
+    if workers <= 1:
+        yield from map(make, slices, paths)
+        return
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
     pending: deque[Future[Counts]] = deque()
     try:
         for frame, path in zip(slices, paths, strict=False):
             pending.append(pool.submit(make, frame, path))
-            if len(pending) > 2 * max(workers, 2):
+            if len(pending) > 2 * workers:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -208,8 +205,7 @@ def _end_with_parent() -> None:
 
 
 def _chat(verifier: PinnedVerifier) -> Chat:
-    with _loading:  # two threads may ask at once
-        return _load_chat(verifier.model_dump_json())
+    return _load_chat(verifier.model_dump_json())
 
 
 @lru_cache(maxsize=1)
