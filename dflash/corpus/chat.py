@@ -231,7 +231,8 @@ class Chat:
 
     def _end(self, ids: list[int], start: int) -> int | None:
         """The position after the first end token from `start` on: there generation stops, whatever a template adds."""
-        return next((i + 1 for i in range(start, len(ids)) if ids[i] in self.eos_ids), None)
+        places = [ids.index(end, start) + 1 for end in self.eos_ids if end in ids[start:]]
+        return min(places, default=None)
 
     def _is_edge(self, text: str, encoding: Any, token: int, place: int) -> bool:
         """Whether the text before `place` has, by itself, exactly the ids before `token`.

@@ -200,14 +200,6 @@ def canonical_json(value: Any) -> str:
     return _encode(value)
 
 
-def loss_mask_of(row: Row) -> list[bool]:
-    """True at the supervised positions."""
-    mask = [False] * len(row.input_ids)
-    for start, end in row.spans:
-        mask[start:end] = [True] * (end - start)
-    return mask
-
-
 def spans_of(mask: Iterable[bool]) -> list[tuple[int, int]]:
     """The runs of True, as [start, end)."""
     spans: list[tuple[int, int]] = []
