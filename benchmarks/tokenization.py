@@ -4,7 +4,8 @@
 
 `stage` is all of it: reading, rendering, tokenizing, masks, split, buckets, writing; workers' start included.
 `encode_batch` is the Transformers tokenizer's backend on all cores, given the rendered texts. They alternate; medians.
-Without data, every bundled prompt is answered by the next one. Rows are repeated up to the number asked for.
+Without data, every bundled prompt is answered by the next one. Rows are repeated up to the number asked for; with
+`--longer N` an answer is N of them in a row, as long as reasoning models answer.
 """
 
 import argparse
@@ -36,10 +37,16 @@ def bundled_pairs(path: Path) -> Path:
     return path
 
 
-def conversations(data: list[str], *, rows: int) -> Artifact:
+def lengthened(messages: str, *, times: int) -> str:
+    *before, answer = json.loads(messages)
+    return json.dumps([*before, answer | {"content": "\n\n".join([answer["content"]] * times)}])
+
+
+def conversations(data: list[str], *, rows: int, longer: int = 1) -> Artifact:
     sources = [SourceConfig(path=path, answers="keep") for path in data]
     prompts = collect(GenerationConfig(prompts=sources, deduplicate="off"))
     once = pl.read_parquet(prompts.path / "prompts" / "*.parquet")
+    once = once.with_columns(messages=pl.Series([lengthened(text, times=longer) for text in once["messages"]]))
     whole = pl.concat([once] * -(-rows // once.height)).head(rows)
     key = Key(stage="generation", recipe=0, config={"rows": rows}, inputs={"prompts": prompts.identity})
     with publish(key, summary={}) as (folder, artifact):
@@ -53,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", nargs="*")
     parser.add_argument("--rows", type=int, default=60_000)
+    parser.add_argument("--longer", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--verifier", default="bundled:demo-verifier")
@@ -60,7 +68,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["DFLASH_HOME"] = folder
         verifier = pin(VerifierConfig(model=args.verifier))
-        artifact = conversations(args.data or [str(bundled_pairs(Path(folder) / "pairs.jsonl"))], rows=args.rows)
+        artifact = conversations(
+            args.data or [str(bundled_pairs(Path(folder) / "pairs.jsonl"))], rows=args.rows, longer=args.longer
+        )
         tokenizer = load_chat(verifier).tokenizer
         messages = pl.read_parquet(artifact.path / "conversations.parquet")["messages"]
         texts = [tokenizer.apply_chat_template(json.loads(text), tokenize=False) for text in messages]

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
@@ -351,7 +352,7 @@ def rows_of(
             spans = [(begin + a, begin + b) for a, b in part]
             rows[i].append(Row(prompts[i, turn] + ids, spans, None if whole else answer.turn))
 
-    spoken = [[token for a, b in said[place][1] for token in said[place][0][a:b]] for place in every]
+    spoken = [list(chain.from_iterable(ids[a:b] for a, b in part)) for ids, part in (said[place] for place in every)]
     faults = chat.check([rendered[i][turn] for i, turn in every], spoken)
     for (i, _), fault in zip(every, faults, strict=True):
         outcome[i] = outcome[i] or fault

@@ -118,7 +118,7 @@ def tokenize(
             "padding_share": round(1 - counts.tokens / sum(b["rows"] * b["longest"] for b in buckets), 4),
             "buckets": buckets,
             "chat": {
-                "template_sha256": _chat(verifier).template_sha256 if counts.messages else None,
+                "template_sha256": counts.template_sha256,
                 "options": verifier.chat.model_dump(exclude={"template"}),
             },
         }
@@ -129,17 +129,17 @@ def tokenize(
 
 @dataclass
 class Counts:
-    """What became of some rows; `messages`: how many of their conversations have any."""
+    """What became of some rows. `template_sha256` is of the chat template, where any of them went through it."""
 
     rows_read: int = 0
-    messages: int = 0
+    template_sha256: str | None = None
     tokens: int = 0
     truncated: int = 0
     ledger: Ledger = field(default_factory=Ledger)
 
     def add(self, other: "Counts") -> None:
         self.rows_read += other.rows_read
-        self.messages += other.messages
+        self.template_sha256 = self.template_sha256 or other.template_sha256
         self.tokens += other.tokens
         self.truncated += other.truncated
         for source, number in other.ledger.rows_in.items():
@@ -230,7 +230,6 @@ def _make_part(
     for run in _runs(frame, AT_ONCE):
         facts, rows = [], []
         for head, result in _rows(run, verifier=verifier, turns=turns, mask_empty_thinking=mask_empty_thinking):
-            counts.messages += head["messages"] is not None
             split = split_of(head["group"], validation_share=validation_share)
             for row in [result] if isinstance(result, Rejected) else result:
                 counts.ledger.count(head["origin"])
@@ -245,6 +244,8 @@ def _make_part(
                 facts.append((id, head["category"], split))
                 rows.append(cut)
         made.append(_frame(facts, rows))
+    if frame["messages"].is_not_null().any():
+        counts.template_sha256 = _chat(verifier).template_sha256
     pl.concat(made).write_ipc(path, compression="zstd")
     return counts
 
