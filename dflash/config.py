@@ -99,7 +99,10 @@ class SourceConfig(Config):
     category: str = Field("", title="Category", description="Of all its rows; empty: each row's own, else the file's.")
     limit: int = Field(0, title="Most rows", ge=0, description="Use only the first N usable rows; 0 uses all.")
     weight: float = Field(
-        0, title="Weight", ge=0, description="Share of the mix, relative to the other weighted sources; 0 uses all rows."
+        0,
+        title="Weight",
+        ge=0,
+        description="Share of the mix, relative to the other weighted sources; 0 uses all rows.",
     )
     answers: Literal["generate", "keep"] = Field(
         "generate", title="Answers", description="generate: by the verifier. keep: the data's, if already on-policy."
@@ -142,10 +145,14 @@ class GenerationConfig(Config):
         2048, title="Longest response", ge=2, description="In tokens; a longer one is cut. A block needs two."
     )
     temperature: float = Field(0.0, title="Temperature", ge=0, description="0: greedy.")
-    top_p: float = Field(1.0, title="Top p", gt=0, le=1, description="Of sampling: the most likely tokens of this mass.")
+    top_p: float = Field(
+        1.0, title="Top p", gt=0, le=1, description="Of sampling: the most likely tokens of this mass."
+    )
     seed: int = Field(0, title="Seed", ge=0, description="Of sampling: same seed, same answers.")
     backend: Literal["transformers", "openai"] = Field(
-        "transformers", title="Back end", description="openai: a server such as vLLM or SGLang that serves the verifier."
+        "transformers",
+        title="Back end",
+        description="openai: a server such as vLLM or SGLang that serves the verifier.",
     )
     base_url: str = Field(
         "",
@@ -160,7 +167,11 @@ class GenerationConfig(Config):
         64, title="Concurrency", gt=0, description="Requests to the server at once.", json_schema_extra=PRACTICAL
     )
     request_seconds: float = Field(
-        600, title="Deadline", gt=0, description="Seconds for one answer, retries included.", json_schema_extra=PRACTICAL
+        600,
+        title="Deadline",
+        gt=0,
+        description="Seconds for one answer, retries included.",
+        json_schema_extra=PRACTICAL,
     )
     devices: list[str] = Field(
         default_factory=list,
@@ -215,7 +226,7 @@ class TokenizationConfig(Config):
         title="Most dropped",
         ge=0,
         le=1,
-        description="Fail where a larger share of conversations is dropped.",
+        description="Fail where a larger share of rows is dropped.",
         json_schema_extra=PRACTICAL,
     )
     validation_share: float = Field(
@@ -231,7 +242,11 @@ class TokenizationConfig(Config):
         description="Longest row of each bucket but the last; given, they replace num_buckets and bucketing.",
     )
     workers: int = Field(
-        0, title="Workers", ge=0, description="Processes that tokenize; 0: one per core.", json_schema_extra=PRACTICAL
+        0,
+        title="Workers",
+        ge=0,
+        description="Processes that tokenize; 0: one per core where that pays.",
+        json_schema_extra=PRACTICAL,
     )
 
     @field_validator("edges")
@@ -428,6 +443,4 @@ class Recipe(Config):
     def evaluation_tokenization(self) -> TokenizationConfig:
         """Rows of the evaluation set are neither truncated nor split, and each holds one answer."""
         longest = self.evaluation.max_prompt_tokens + self.evaluation.max_new_tokens
-        return TokenizationConfig(
-            max_length=longest, min_supervised=1, turns="each", validation_share=0, num_buckets=1
-        )
+        return TokenizationConfig(max_length=longest, min_supervised=1, turns="each", validation_share=0, num_buckets=1)

@@ -4,6 +4,8 @@ A file, a folder or a glob of conversation files, a bundled sample, or a Hugging
 """
 
 import glob
+import os
+from functools import cache
 from pathlib import Path
 
 from dflash.bundled import resolve
@@ -18,9 +20,12 @@ COMPRESSIONS = (".gz", ".zst")
 def format_of(path: Path) -> str:
     """The format by the file's name, `.jsonl`, `.json` or `.parquet`. Raises ValueError for another one."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
+    packed = bool(suffixes) and suffixes[-1] in COMPRESSIONS
+    if packed:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
+    if packed and suffix == ".parquet":
+        raise ValueError(f"{path}: a Parquet file is compressed inside, and only read as such; unpack it")
     if suffix not in FORMATS:
         raise ValueError(
             f"{path}: unknown kind of file; expected {', '.join(FORMATS)}, maybe with {' or '.join(COMPRESSIONS)}"
@@ -34,8 +39,8 @@ def category_of(path: Path) -> str:
 
 
 def files_of(source: SourceConfig) -> list[Path]:
-    """The files of a source that is no hub dataset, sorted. Raises ValueError where there are none, or one is unusable."""
-    if any(character in source.path for character in "*?["):
+    """The files of a source that is no hub dataset, sorted. Raises ValueError where there are none, or one is odd."""
+    if any(character in source.path for character in "*?[") and not os.path.lexists(source.path):
         found = [Path(name) for name in sorted(glob.glob(str(Path(source.path).expanduser()), recursive=True))]
         files = [path for path in found if path.is_file()]
         if not files:
@@ -43,20 +48,24 @@ def files_of(source: SourceConfig) -> list[Path]:
     else:
         path = resolve(source.path)
         if path.is_dir():
-            try:
-                files = sorted(p for p in path.rglob("*") if p.is_file() and _is_conversations(p))
-                next(path.iterdir(), None)  # rglob is silent about a folder that cannot be read
-            except PermissionError:
-                raise ValueError(f"{path}: the folder cannot be read; change its permissions") from None
+            files = _files_in(path)
             if not files:
                 raise ValueError(f"{path}: the folder holds no {', '.join(FORMATS)} file")
         elif path.is_file():
             files = [path]
         else:
-            raise ValueError(f"{path}: no such prompt file; give a file, folder or glob, bundled:NAME or hub:OWNER/NAME")
+            raise ValueError(f"{path}: no such prompt file; give a file, folder, glob, bundled:NAME or hub:OWNER/NAME")
     for path in files:
         format_of(path)
     return files
+
+
+def _files_in(folder: Path) -> list[Path]:
+    def refuse(error: OSError) -> None:  # unasked, walking is silent about a folder that cannot be read
+        raise ValueError(f"{error.filename}: the folder cannot be read ({error.strerror}); change its permissions")
+
+    found = (Path(place) / name for place, _, names in os.walk(folder, onerror=refuse) for name in names)
+    return sorted(path for path in found if path.is_file() and _is_conversations(path))
 
 
 def _is_conversations(path: Path) -> bool:
@@ -70,7 +79,10 @@ def _is_conversations(path: Path) -> bool:
 def identity_of(source: SourceConfig) -> str:
     """What the source's rows are: hashes of its files, or the pinned revision of a hub dataset."""
     if source.path.startswith(HUB):
-        return f"{source.path}:{source.subset}:{source.split}:{hub_revision(source)}"
+        name = source.path.removeprefix(HUB)
+        # of a local folder only the name, which gives rows their category: where it lies changes nothing
+        shown = category_of(Path(name)) if Path(name).is_dir() else name
+        return f"{HUB}{shown}:{source.subset}:{source.split}:{hub_revision(source)}"
     try:
         return ",".join(f"{category_of(path)}:{remembered_sha256(path)}" for path in files_of(source))
     except OSError as error:
@@ -82,13 +94,18 @@ def hub_revision(source: SourceConfig) -> str:
     name = source.path.removeprefix(HUB)
     if Path(name).is_dir():
         return identity_of(source.model_copy(update={"path": name}))
+    return _commit(name, source.revision)
+
+
+@cache  # asked once per process: the rows that are read are those of the key
+def _commit(name: str, revision: str) -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
-        return str(HfApi().dataset_info(name, revision=source.revision).sha)
+        return str(HfApi().dataset_info(name, revision=revision).sha)
     except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
         raise ValueError(
-            f"{source.path} at {source.revision!r}: not reachable on the hub ({type(error).__name__}); check the name "
+            f"{HUB}{name} at {revision!r}: not reachable on the hub ({type(error).__name__}); check the name "
             "and the network, or give the path of a downloaded folder"
         ) from error

@@ -42,8 +42,8 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
             resolve_device(device)
     verifier = pin(recipe.verifier)
     check_mask_token(recipe.training, verifier)
-    for section, generation in (("generation", recipe.generation), ("evaluation", recipe.evaluation)):
-        check_lengths(section, generation.max_prompt_tokens, generation.max_new_tokens, verifier)
+    for section, limits in (("generation", recipe.generation), ("evaluation", recipe.evaluation_generation())):
+        check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)
     return verifier, tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
 

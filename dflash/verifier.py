@@ -1,4 +1,4 @@
-"""The frozen verifier: load, taps, final state, logits, greedy answers, and a cache whose keys can be selected.
+"""The frozen verifier: load, taps, final state, logits, answers, and a cache whose keys can be selected.
 
 The home of Transformers. Knows nothing of corpora, stores or drafters. The final state is what comes out of the
 decoder, its last norm included, so that the logits are the LM head's output times `scale`, soft-capped: LogitRule.
@@ -204,12 +204,24 @@ class Verifier:
         return self._choose(hidden_BTH, top_k=0)[0]
 
     @torch.no_grad()
-    def generate(self, prompt_ids: list[list[int]], *, max_new_tokens: int) -> list[Response]:
-        """Greedy answers to a batch of prompts, cut after the first end token.
+    def generate(
+        self,
+        prompt_ids: list[list[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seeds: Sequence[int] = (),
+    ) -> list[Response]:
+        """Answers to a batch of prompts, cut after the first end token: greedy, or drawn at a `temperature` above 0.
 
-        A loop of its own, because a model's generation_config may ask for sampling or repetition penalties, and a
-        drafter must learn what the verifier itself would say.
+        Then each prompt has a seed of its own, and its answer does not depend on the others. A loop of its own, because
+        a model's generation_config may ask for repetition penalties and the like, and a drafter must learn what the
+        verifier itself would say. Raises ValueError for ids that the verifier's embedding does not have.
         """
+        largest, num_ids = max(map(max, prompt_ids)), self.model.get_input_embeddings().weight.shape[0]
+        if largest >= num_ids:  # a GPU would not only fail, but be of no use to this process any more
+            raise ValueError(f"id {largest} of a prompt is outside of the verifier's vocabulary of {num_ids}")
         longest = max(map(len, prompt_ids))
         pads = [longest - len(ids) for ids in prompt_ids]
         ids_BT = torch.tensor([[0] * pad + ids for pad, ids in zip(pads, prompt_ids, strict=True)], device=self.device)
@@ -218,7 +230,11 @@ class Verifier:
         cache = DynamicCache(config=self.model.config)
         answers: list[list[int]] = [[] for _ in prompt_ids]
         running = list(range(len(prompt_ids)))  # rows of the batch that have not ended
-        for _ in range(max_new_tokens):
+        if temperature > 0:
+            # on the CPU, whose generator gives the same numbers on every machine
+            draws_BN = torch.stack([_uniform(seed, max_new_tokens) for seed in seeds]).to(self.device)
+            assert len(draws_BN) == len(prompt_ids), "a seed for each prompt"
+        for step in range(max_new_tokens):
             padded = bool((mask_BM == 0).any())
             hidden_BTH, _ = self._run(
                 ids_BT,
@@ -227,7 +243,11 @@ class Verifier:
                 position_ids=position_ids,
                 cache=cache,
             )
-            chosen = self._greedy(hidden_BTH[:, -1:])[:, 0].tolist()
+            if temperature > 0:
+                logits_BV = self.logits(hidden_BTH[:, -1])
+                chosen = draw(logits_BV, draws_BN[running, step], temperature=temperature, top_p=top_p).tolist()
+            else:
+                chosen = self._greedy(hidden_BTH[:, -1:])[:, 0].tolist()
             for row, token in zip(running, chosen, strict=True):
                 answers[row].append(token)
             alive = [i for i, token in enumerate(chosen) if token not in self.eos_ids]
@@ -277,6 +297,30 @@ def most_likely(logits_PV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
     ids_PK = logits_PV.topk(top_k).indices.sort().values
     best_PK, order_PK = logits_PV.gather(-1, ids_PK).sort(descending=True, stable=True)
     return ids_PK.gather(-1, order_PK), best_PK - logits_PV.logsumexp(-1, keepdim=True)
+
+
+def _uniform(seed: int, number: int) -> torch.Tensor:
+    return torch.rand(number, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def draw(logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float, top_p: float) -> torch.Tensor:
+    """Token ids (B) drawn from softmax(logits / temperature), cut to the most likely tokens that reach mass `top_p`.
+
+    By inverting the cumulative distribution in the order of ids: one number in [0, 1) decides, and small differences
+    in logits hardly ever change the choice, as they would where tokens are ordered by probability.
+    """
+    logits_BV = logits_BV.double()
+    # less the maximum first, or a temperature close to 0 overflows
+    mass_BV = ((logits_BV - logits_BV.amax(-1, keepdim=True)) / temperature).exp()
+    if top_p < 1:
+        sorted_BV, order_BV = mass_BV.sort(dim=-1, descending=True, stable=True)
+        more_likely_BV = sorted_BV.cumsum(-1) - sorted_BV
+        outside_BV = more_likely_BV >= top_p * mass_BV.sum(-1, keepdim=True)
+        mass_BV = mass_BV.scatter(-1, order_BV, sorted_BV.masked_fill(outside_BV, 0))
+    cumulative_BV = mass_BV.cumsum(-1)
+    # in (0, total], so that the first token that reaches it has mass of its own
+    reached_B1 = (1 - uniform_B)[:, None] * cumulative_BV[:, -1:]
+    return torch.searchsorted(cumulative_BV, reached_B1)[:, 0]
 
 
 def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:

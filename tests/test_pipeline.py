@@ -216,13 +216,13 @@ def test_bad_input_is_not_retried(runs: Runs, monkeypatch: pytest.MonkeyPatch) -
     from dflash.corpus import generation
 
     attempts: list[int] = []
-    real = generation.generate
+    real = generation.generate_chunk
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         attempts.append(1)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(generation, "generate", counted)
+    monkeypatch.setattr(generation, "generate_chunk", counted)
     with pytest.raises(ValueError, match="longer than max_prompt_tokens 1 .* raise it"):
         runs("generation.max_prompt_tokens=1")
     assert runs.states("failed") == ["generation"]

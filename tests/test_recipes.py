@@ -19,11 +19,11 @@ from dflash.config import (
     EvaluationConfig,
     ExtractionConfig,
     GenerationConfig,
+    SourceConfig,
     TokenizationConfig,
     TrainingConfig,
     VerifierConfig,
 )
-from dflash.corpus.generation import generate
 from dflash.corpus.tokenization import tokenize
 from dflash.decoding.evaluation import evaluate
 from dflash.hidden.extraction import extract_shard, plan_shards, seal
@@ -32,6 +32,7 @@ from dflash.keys import RECIPES
 from dflash.manifests import silent
 from dflash.pinning import pin
 from dflash.training.loop import train
+from tests.answered import answered
 
 GOLDEN = Path(__file__).parent / "golden.json"
 
@@ -50,7 +51,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         verifier = pin(VerifierConfig(model="bundled:demo-verifier", dtype="float32", device="cpu"))
         made: dict[str, Any] = {}
 
-        conversations = generate(GenerationConfig(prompts=[str(prompts)], max_new_tokens=24), verifier)
+        generation = GenerationConfig(prompts=[SourceConfig(path=str(prompts))], max_new_tokens=24, chunk_prompts=5)
+        collected, conversations = answered(generation, verifier)
+        rows = pl.read_parquet(collected.path / "prompts" / "*.parquet")
+        made["prompts"] = digest(rows.drop("origin", "source").rows())
         served = pl.read_parquet(conversations.path / "conversations.parquet")
         made["generation"] = digest(served.select("id", "response_ids", "finish_reason").rows())
 
@@ -80,7 +84,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         made["training"] = {"losses": [line["train/loss"] for line in lines if "train/loss" in line]}
 
         report = evaluate(
-            EvaluationConfig(prompts=[str(prompts)], budgets=[16, 64], live_prompts=1), drafter, states, verifier
+            EvaluationConfig(prompts=[SourceConfig(path=str(prompts))], budgets=[16, 64], live_prompts=1),
+            drafter,
+            states,
+            verifier,
         )
         made["evaluation"] = json.loads((report.path / "report.json").read_text())["acceptance_length"]
         yield made

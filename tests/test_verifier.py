@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +27,7 @@ from dflash.config import VerifierConfig
 from dflash.devices import resolve_device
 from dflash.gguf import convert_gguf
 from dflash.pinning import pin
-from dflash.verifier import LogitRule, Verifier, compact, find_fault, load_verifier, most_likely
+from dflash.verifier import LogitRule, Verifier, compact, draw, find_fault, load_verifier, most_likely
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -177,6 +179,80 @@ def test_a_batch_of_prompts_is_answered_as_each_prompt_alone(kind: str) -> None:
     for prompt, answer in zip(prompts, together, strict=True):  # each token is the greedy choice at its place
         _, greedy, *_ = v.forward(torch.tensor([prompt + answer.ids]), layers=[])
         assert greedy[0, len(prompt) - 1 : -1].tolist() == answer.ids
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_a_drawn_answer_depends_on_its_own_seed_only(kind: str) -> None:
+    v = verifier(kind)
+    prompts = [random_ids(n, seed=n).tolist() for n in (3, 12, 7, 1)]
+    seeds, drawn = [5, 6, 7, 8], {"max_new_tokens": 12, "temperature": 0.7, "top_p": 0.9}
+    together = v.generate(prompts, seeds=seeds, **drawn)
+    assert together == [v.generate([p], seeds=[s], **drawn)[0] for p, s in zip(prompts, seeds, strict=True)]
+    assert together == v.generate(prompts[::-1], seeds=seeds[::-1], **drawn)[::-1]
+    others = v.generate(prompts, seeds=[1, 2, 3, 8], **drawn)
+    assert [a == b for a, b in zip(together, others, strict=True)] == [False, False, False, True]
+    assert together != v.generate(prompts, max_new_tokens=12)
+
+
+def test_a_temperature_near_zero_is_greedy() -> None:
+    v = verifier()
+    prompts = [random_ids(n, seed=n).tolist() for n in (3, 9)]
+    for temperature in (1e-4, 1e-300):
+        cold = v.generate(prompts, max_new_tokens=12, temperature=temperature, seeds=[0, 1])
+        assert cold == v.generate(prompts, max_new_tokens=12)
+
+
+def test_a_prompt_with_an_unknown_id_is_refused_before_the_device_sees_it() -> None:
+    with pytest.raises(ValueError, match=f"id {VOCABULARY} of a prompt is outside of the verifier's vocabulary of 61"):
+        verifier().generate([[1, 2], [3, VOCABULARY]], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_tokens_are_drawn_as_often_as_their_probability_says(temperature: float) -> None:
+    logits_V = torch.tensor([1.0, -1.0, 2.0, float("-inf"), 0.5, 2.0])
+    number = 200_000
+    uniform_B = torch.rand(number, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids_B = draw(logits_V.expand(number, -1), uniform_B, temperature=temperature, top_p=1.0)
+    expected_V = (logits_V.double() / temperature).softmax(-1)
+    share_V = torch.bincount(ids_B, minlength=6) / number
+    assert ((share_V - expected_V).abs() <= 5 * (expected_V * (1 - expected_V) / number).sqrt()).all()
+
+
+@pytest.mark.parametrize(
+    ("top_p", "nucleus"), [(0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3])]
+)
+def test_top_p_keeps_the_most_likely_tokens_that_reach_it_in_their_proportions(
+    top_p: float, nucleus: list[int]
+) -> None:
+    probabilities_V = torch.tensor([0.15, 0.5, 0.05, 0.3])
+    number = 100_000
+    uniform_B = torch.rand(number, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ids_B = draw(probabilities_V.log().expand(number, -1), uniform_B, temperature=1.0, top_p=top_p)
+    share_V = torch.bincount(ids_B, minlength=4) / number
+    assert share_V.nonzero()[:, 0].tolist() == nucleus
+    expected = probabilities_V[nucleus] / probabilities_V[nucleus].sum()
+    torch.testing.assert_close(share_V[nucleus], expected, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_the_ends_of_the_unit_interval_draw_possible_tokens(uniform: float) -> None:
+    logits_1V = torch.tensor([[float("-inf"), 0.0, float("-inf"), 0.0, float("-inf")]])
+    [token] = draw(logits_1V, torch.tensor([uniform], dtype=torch.float64), temperature=1.0, top_p=1.0).tolist()
+    assert token in (1, 3)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "qwen3"])
+def test_tokens_are_drawn_from_the_logits_of_the_whole_model(kind: str) -> None:
+    torch.manual_seed(0)
+    unusual = {"gemma2": {"final_logit_softcapping": 0.5}, "cohere": {"logit_scale": 0.3}}.get(kind, {})
+    if kind == "granite":
+        unusual = {"logits_scaling": 7.0}
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, eos_token_id=None, **unusual))
+    v = Verifier(whole, None, eos_ids=frozenset())
+    ids_BT = random_ids(2, 6)
+    hidden_BTH = v.decoder(input_ids=ids_BT).last_hidden_state
+    expected_BV = v.model(input_ids=ids_BT).logits[:, -1]
+    torch.testing.assert_close(v.logits(hidden_BTH[:, -1]).float(), expected_BV, rtol=1e-5, atol=1e-6)
 
 
 def test_the_models_own_sampling_settings_are_ignored() -> None:

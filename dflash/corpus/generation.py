@@ -1,20 +1,32 @@
-"""Generation stage: the verifier answers the prompts greedily, and the token ids it served are kept as they are.
+"""Generation stage: the verifier answers every turn of the prompts, and the token ids it served are kept as they are.
 
-Knows prompts, batches and how to continue; not how a token is chosen (`verifier.py`), nor what the answers are for.
+Chunks of conversations are answered, each an artifact of its own and the unit of retry; the seal puts prompts and
+answers together. Knows which turns to answer and how to continue; not how a token is chosen or how a server is asked.
 """
 
+import json
 import logging
 import shutil
+import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import polars as pl
+import torch
 
-from dflash.bundled import resolve
 from dflash.config import GenerationConfig
-from dflash.corpus.chat import render_prompt
-from dflash.corpus.conversations import Prompt, canonical_json, read_prompts
+from dflash.corpus.answering import Request, Sampling, Workers, answer
+from dflash.corpus.chat import Chat, load_chat
+from dflash.corpus.chunks import ChunkPlan, has_slots, plan_chunks, scan_prompts, slots_of
+from dflash.corpus.records import ANSWERS, CONVERSATIONS, Ledger, Message, Rejected, Response, canonical_json
+from dflash.corpus.serving import connect
 from dflash.keys import generation_key
 from dflash.manifests import Artifact, Progress, in_progress, publish, silent, write_atomically
 from dflash.pinning import PinnedVerifier
@@ -22,94 +34,398 @@ from dflash.verifier import Verifier, load_verifier
 
 log = logging.getLogger(__name__)
 
-SCHEMA = pl.Schema(
-    {
-        "id": pl.String(),
-        "category": pl.String(),
-        "messages": pl.String(),
-        "prompt_ids": pl.List(pl.Int32()),
-        "response_ids": pl.List(pl.Int32()),
-        "finish_reason": pl.String(),
-    }
-)
+SCHEMA = pl.Schema({**CONVERSATIONS, **{name: kind for name, kind in ANSWERS.items() if name not in ("id", "message")}})
+"""Columns of `conversations.parquet`: one row per generated answer, or per conversation that keeps its own answers."""
+
+WINDOW = 4096  # conversations in memory at a time. A part of the chunks' format: their files hold that many
+PART_ROWS = 8192  # of the sealed file; fixed, so that its bytes do not depend on chunks
+
+Answer = Callable[[Sequence[Request]], list[Response | Rejected]]
+
+_loading = threading.Lock()
+_workers: dict[tuple[str, ...], Workers] = {}
 
 
-def generate(config: GenerationConfig, verifier: PinnedVerifier, *, progress: Progress = silent) -> Artifact:
-    """Answer the prompts; `conversations.parquet` has a row for each, ordered by id.
+@lru_cache(maxsize=1)
+def _load(pinned: str) -> Verifier:
+    return load_verifier(PinnedVerifier.model_validate_json(pinned))
 
-    Finished batches are kept until the artifact is published, and an interrupted run continues after them.
-    Raises ValueError for prompt files that cannot be read, and where every prompt is too long.
+
+def _started(verifier: PinnedVerifier, devices: list[str]) -> Workers:
+    key = (verifier.model_dump_json(), *devices)
+    if key not in _workers or not _workers[key].processes:  # they ended with an error
+        _release()
+        _workers[key] = Workers(verifier, devices)
+    return _workers[key]
+
+
+def _release() -> None:
+    """Give back the memory of what was loaded for chunks; the stages after this one want it."""
+    for workers in _workers.values():
+        workers.close()
+    _workers.clear()
+    _load.cache_clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> Iterator[tuple[Answer, int]]:
+    """A function that answers requests, and how many it is best asked at once. Verifiers are loaded when it is called.
+
+    They stay loaded for the next chunk, until the seal.
     """
-    key = generation_key(config, verifier)
-    prompts = read_prompts([resolve(name) for name in config.prompts], limit=config.max_prompts)
-    loaded = load_verifier(verifier)
-    rendered = [(p, render_prompt(loaded.tokenizer, p.messages, place=p.source)) for p in prompts]
-    kept = [(p, ids) for p, ids in rendered if len(ids) <= config.max_prompt_tokens]
-    num_long = len(rendered) - len(kept)
-    log.info("%d prompts kept, %d longer than %d tokens dropped", len(kept), num_long, config.max_prompt_tokens)
-    if not kept:
-        raise ValueError(
-            f"{prompts[0].source}: all {len(prompts)} prompts from here on are longer than max_prompt_tokens "
-            f"{config.max_prompt_tokens} (the shortest has {min(len(ids) for _, ids in rendered)}); raise it"
-        )
-
-    finished = in_progress(key)
-    _answer(
-        kept,
-        verifier=loaded,
-        folder=finished,
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        progress=progress,
+    sampling = Sampling(
+        max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed
     )
-    rows = pl.concat([pl.read_parquet(path) for path in _batches(finished)]).sort("id")
-    summary = {
-        "rows": rows.height,
-        "tokens": int(rows["response_ids"].list.len().sum()),
-        "prompt_tokens": int(rows["prompt_ids"].list.len().sum()),
-        "dropped": {"prompt_too_long": num_long},
-        "finish": dict(sorted(Counter(rows["finish_reason"]).items())),
-    }
-    log.info("%(rows)d responses of %(tokens)d tokens, finish %(finish)s", summary)
-    with publish(key, summary=summary, content_identity=True) as (folder, artifact):
-        rows.write_parquet(folder / "conversations.parquet")
+    # A group is written when all of it is answered. Several batches each, so that few wait for the slowest.
+    if config.backend == "openai":
+        with connect(
+            base_url=config.base_url,
+            model=config.server_model,
+            concurrency=config.concurrency,
+            request_seconds=config.request_seconds,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            seed=config.seed,
+            tokenizer=chat.tokenizer,
+            eos_ids=chat.eos_ids,
+        ) as server:
+            yield server.answer, 4 * config.concurrency
+    elif config.devices:
+
+        def by_workers(requests: Sequence[Request]) -> list[Response | Rejected]:
+            with _loading:
+                workers = _started(verifier, config.devices)
+            return workers.answer(requests, batch_size=config.batch_size, sampling=sampling)
+
+        yield by_workers, 4 * config.batch_size * len(config.devices)
+    else:
+
+        def here(requests: Sequence[Request]) -> list[Response | Rejected]:
+            with _loading:
+                loaded = _load(verifier.model_dump_json())
+            return answer(requests, verifier=loaded, batch_size=config.batch_size, sampling=sampling)
+
+        yield here, config.batch_size
+
+
+def generate_chunk(
+    plan: ChunkPlan,
+    config: GenerationConfig,
+    prompts: Artifact,
+    verifier: PinnedVerifier,
+    *,
+    progress: Progress = silent,
+) -> Artifact:
+    """Answer one chunk: `answers-*.parquet`, in the order of the conversations, and `dropped.json`.
+
+    Finished groups of answers are kept until the artifact is published, and an interrupted run continues after them.
+    Raises RuntimeError where no prompt can be answered at all, and ConnectionError where a server stays away.
+    """
+    chat = load_chat(verifier)
+    finished = in_progress(plan.key)
+    conversations = scan_prompts(prompts).slice(plan.start, plan.stop - plan.start).filter(has_slots())
+    dropped: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {"rows_in": 0, "rows": 0, "answers": 0, "tokens": 0}
+    with (
+        publish(plan.key, summary=summary, location=plan.location, content_identity=True) as (folder, artifact),
+        _backend(config, verifier, chat) as (ask, at_once),
+    ):
+        for number, start in enumerate(range(0, plan.rows, WINDOW)):
+            window = conversations.slice(start, WINDOW).collect(engine="streaming")
+            dialogues = _dialogues(window)
+            batches = finished / f"{number:05d}"
+            batches.mkdir(exist_ok=True)
+            _resume(dialogues, batches)
+            for share in _answer(
+                dialogues,
+                chat=chat,
+                ask=ask,
+                at_once=at_once,
+                max_prompt_tokens=config.max_prompt_tokens,
+                folder=batches,
+            ):
+                done = start + share * window.height
+                progress(done, plan.rows, f"{sum(d.tokens for d in dialogues.values()) + summary['tokens']:,} tokens")
+            answers = _answers(batches)
+            order = pl.DataFrame({"id": list(dialogues)}, schema={"id": pl.String})
+            answers = order.join(answers.sort("turn"), on="id", how="inner", maintain_order="left_right")
+            answers.write_parquet(folder / f"answers-{number:05d}.parquet")
+            lost = [dialogue for dialogue in dialogues.values() if dialogue.end and not dialogue.answers]
+            dropped += [dialogue.dropped() for dialogue in lost]
+            _warn_of_cuts(dialogues)
+            summary["rows_in"] += len(dialogues)
+            summary["rows"] += len(dialogues) - len(lost)
+            summary["answers"] += answers.height
+            summary["tokens"] += int(answers["response_ids"].list.len().sum())
+        reasons = Counter(record["reason"] for record in dropped)
+        if not summary["rows"] and reasons["generation_failed"] > 1:
+            raise RuntimeError(f"none of {len(dropped)} conversations could be answered: {dropped[-1]['message']}")
+        summary["dropped"] = dict(reasons.most_common())
+        (folder / "dropped.json").write_text(json.dumps(dropped, indent=1))
     shutil.rmtree(finished)
+    facts = summary | {"name": plan.name}
+    log.info("chunk %(name)s: %(answers)d answers of %(tokens)d tokens, dropped %(dropped)s", facts)
     return artifact()
 
 
-def _batches(folder: Path) -> list[Path]:
-    return sorted(folder.glob("batch-*.parquet"))
+@dataclass
+class _Dialogue:
+    """A conversation that is being answered: `answers` so far, and why there are no more of them, if so."""
+
+    id: str
+    origin: str
+    source: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    slots: list[int]
+    answers: list[Message] = field(default_factory=list)
+    tokens: int = 0
+    prompt_tokens: int = 0
+    end: Rejected | None = None
+
+    def before(self, turn: int) -> list[Message]:
+        return _filled(self.messages[: self.slots[turn]], self.answers)
+
+    def dropped(self) -> dict[str, Any]:
+        assert self.end is not None
+        return {
+            "id": self.id,
+            "origin": self.origin,
+            "source": self.source,
+            "reason": self.end.reason,
+            "message": str(self.end),
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+
+def _filled(messages: list[Message], answers: list[Message]) -> list[Message]:
+    filled = list(messages)
+    for slot, message in zip(slots_of(messages), answers, strict=False):
+        filled[slot] = message
+    return filled
+
+
+def _dialogues(window: pl.DataFrame) -> dict[str, _Dialogue]:
+    """By id: equal conversations, where duplicates are not removed, are answered once."""
+    dialogues = {}
+    for row in window.select("id", "origin", "source", "messages", "tools").iter_rows(named=True):
+        messages = json.loads(row["messages"])
+        tools = None if row["tools"] is None else json.loads(row["tools"])
+        dialogues[row["id"]] = _Dialogue(row["id"], row["origin"], row["source"], messages, tools, slots_of(messages))
+    return dialogues
+
+
+def _answers(folder: Path) -> pl.DataFrame:
+    files = sorted(folder.glob("group-*.parquet"))
+    return pl.read_parquet(files) if files else pl.DataFrame(schema=ANSWERS)
+
+
+def _resume(dialogues: dict[str, _Dialogue], folder: Path) -> None:
+    """Take up the answers in `folder`: by id and turn, because batch size and back end may have changed in between."""
+    answers = _answers(folder).sort("turn").select("id", "message", pl.col("response_ids").list.len())
+    for id, message, length in answers.iter_rows():
+        dialogues[id].answers.append(json.loads(message))
+        dialogues[id].tokens += length
+    if answers.height:
+        log.info("%d answers were there before the interruption", answers.height)
 
 
 def _answer(
-    prompts: list[tuple[Prompt, list[int]]],
+    dialogues: dict[str, _Dialogue], *, chat: Chat, ask: Answer, at_once: int, max_prompt_tokens: int, folder: Path
+) -> Iterator[float]:
+    """All first answers, then all second ones, and so on, adding one file per group; yields the share that is done."""
+    num_files = len(list(folder.glob("group-*.parquet")))
+    total = sum(len(dialogue.slots) for dialogue in dialogues.values())
+    for turn in range(max((len(dialogue.slots) for dialogue in dialogues.values()), default=0)):
+        todo: list[tuple[_Dialogue, list[int]]] = []
+        for dialogue in dialogues.values():
+            if dialogue.end or len(dialogue.answers) > turn or len(dialogue.slots) <= turn:
+                continue
+            try:
+                prompt_ids = chat.prompt_ids(dialogue.before(turn), dialogue.tools)
+                dialogue.prompt_tokens = len(prompt_ids)
+                if len(prompt_ids) > max_prompt_tokens:
+                    raise Rejected(
+                        "prompt_too_long",
+                        f"{len(prompt_ids)} tokens in the prompt, more than max_prompt_tokens {max_prompt_tokens}",
+                    )
+                todo.append((dialogue, prompt_ids))
+            except Rejected as rejected:
+                dialogue.end = rejected
+        # Similar lengths together pad least; the longest first, so that too little memory shows at once.
+        todo.sort(key=lambda item: (-len(item[1]), item[0].id))
+        for start in range(0, len(todo), at_once):
+            group = todo[start : start + at_once]
+            results = ask([(f"{dialogue.id}/{turn}", prompt_ids) for dialogue, prompt_ids in group])
+            rows = []
+            for (dialogue, prompt_ids), result in zip(group, results, strict=True):
+                if isinstance(result, Rejected):
+                    dialogue.end = result
+                    continue
+                message = chat.message_of(result.ids, prompt_ids=prompt_ids)
+                dialogue.answers.append(message)
+                dialogue.tokens += len(result.ids)
+                served = (prompt_ids, result.ids, result.finish_reason, result.origin)
+                rows.append((dialogue.id, turn, *served, canonical_json(message)))
+            parquet = BytesIO()
+            pl.DataFrame(rows, schema=ANSWERS, orient="row").write_parquet(parquet)
+            # whole or not at all: what a killed run leaves behind is trusted by the next
+            write_atomically(folder / f"group-{num_files:05d}.parquet", parquet.getvalue())
+            num_files += 1
+            yield sum(len(d.slots if d.end else d.answers) for d in dialogues.values()) / total
+
+
+def _warn_of_cuts(dialogues: dict[str, _Dialogue]) -> None:
+    cut = [dialogue for dialogue in dialogues.values() if dialogue.end and dialogue.answers]
+    if cut:
+        log.warning("%d conversations end early, the first: %s: %s", len(cut), cut[0].source, cut[0].end)
+
+
+@dataclass
+class _Counts:
+    """Sums over the sealed answers."""
+
+    answers: int = 0
+    turns_cut: int = 0
+    tokens: int = 0
+    prompt_tokens: int = 0
+    finish: dict[str, int] = field(default_factory=dict)
+    ids_from: dict[str, int] = field(default_factory=dict)
+
+    def add(self, rows: pl.DataFrame) -> None:
+        answers = rows.filter(pl.col("turn").is_not_null())
+        self.answers += answers.height
+        self.tokens += int(answers["response_ids"].list.len().sum())
+        self.prompt_tokens += int(answers["prompt_ids"].list.len().sum())
+        for counts, column in ((self.finish, "finish_reason"), (self.ids_from, "ids_from")):
+            for value, count in answers[column].value_counts().sort(column).iter_rows():
+                counts[value] = counts.get(value, 0) + count
+
+
+def seal(
+    chunks: list[Artifact],
+    config: GenerationConfig,
+    prompts: Artifact,
+    verifier: PinnedVerifier,
     *,
-    verifier: Verifier,
-    folder: Path,
-    batch_size: int,
-    max_new_tokens: int,
-    progress: Progress,
-) -> None:
-    """Answer what the batches in `folder` have not answered yet, adding one file per batch."""
-    # By id, not by batch number: the batch size may have been changed in between.
-    answered = {id for path in _batches(folder) for id in pl.read_parquet(path, columns=["id"])["id"]}
-    if answered:
-        log.info("%d of %d prompts were answered before the interruption", len(answered), len(prompts))
-    # Similar lengths together pad least; the longest first, so that too little memory shows at once.
-    todo = sorted((p for p in prompts if p[0].id not in answered), key=lambda p: (-len(p[1]), p[0].id))
-    num_files, tokens = len(_batches(folder)), 0
-    for start in range(0, len(todo), batch_size):
-        batch = todo[start : start + batch_size]
-        responses = verifier.generate([ids for _, ids in batch], max_new_tokens=max_new_tokens)
-        rows = []
-        for (prompt, ids), response in zip(batch, responses, strict=True):
-            answer = verifier.tokenizer.decode(response.ids, skip_special_tokens=True)
-            messages = canonical_json([*prompt.messages, {"role": "assistant", "content": answer}])
-            rows.append((prompt.id, prompt.category, messages, ids, response.ids, response.finish_reason))
-            tokens += len(response.ids)
-        parquet = BytesIO()
-        pl.DataFrame(rows, schema=SCHEMA, orient="row").write_parquet(parquet)
-        # whole or not at all: what a killed run leaves behind is trusted by the next
-        write_atomically(folder / f"batch-{num_files:05d}.parquet", parquet.getvalue())
-        num_files += 1
-        progress(len(answered) + start + len(batch), len(prompts), f"{tokens:,} tokens")
+    progress: Progress = silent,
+) -> Artifact:
+    """`conversations.parquet`: prompts and answers together, in the order of the prompts, columns as in SCHEMA.
+
+    Raises ValueError where no conversation is left, and TooManyDropped where too few are.
+    """
+    plans = plan_chunks(config, prompts, verifier)
+    assert [chunk.key for chunk in chunks] == [str(plan.key) for plan in plans], "the chunks of another plan"
+    with _loading:
+        _release()
+    ledger, counts = Ledger(), _Counts()
+    summary: dict[str, Any] = {}
+    num_rows, done = scan_prompts(prompts).select(pl.len()).collect().item(), 0
+    key = generation_key(config, prompts, verifier)
+    with publish(key, summary=summary, content_identity=True) as (folder, artifact):
+        parts = folder / "parts"
+        parts.mkdir()
+
+        def sealed() -> Iterator[pl.DataFrame]:
+            nonlocal done
+            for piece, answers, dropped in _pieces(prompts, plans, chunks, num_rows):
+                yield _sealed(piece, answers, dropped, ledger, counts)
+                done += piece.height
+                progress(done, num_rows, f"{counts.tokens:,} tokens")
+
+        for number, part in enumerate(_of_equal_height(sealed(), PART_ROWS)):
+            part.write_parquet(parts / f"{number:06d}.parquet")
+        _check(ledger, chunks, config)
+        summary.update(ledger.summary(), **asdict(counts))
+        whole = pl.scan_parquet(sorted(parts.iterdir()))
+        whole.sink_parquet(folder / "conversations.parquet", row_group_size=PART_ROWS, maintain_order=True)
+        shutil.rmtree(parts)
+    log.info("%(rows)d of %(rows_in)d conversations with %(answers)d answers, dropped %(dropped)s", summary)
+    log.info("%(tokens)d tokens after %(prompt_tokens)d, finish %(finish)s, ids %(ids_from)s", summary)
+    return artifact()
+
+
+def _pieces(
+    prompts: Artifact, plans: list[ChunkPlan], chunks: list[Artifact], num_rows: int
+) -> Iterator[tuple[pl.DataFrame, pl.DataFrame, dict[str, dict[str, Any]]]]:
+    """All rows of the prompts in pieces of bounded size, each with the answers and losses of its conversations."""
+    scan = scan_prompts(prompts)
+
+    def slices(start: int, stop: int) -> Iterator[pl.DataFrame]:
+        for first in range(start, stop, WINDOW):
+            yield scan.slice(first, min(WINDOW, stop - first)).collect(engine="streaming")
+
+    starts = [plan.start for plan in plans] + [num_rows]
+    for piece in slices(0, starts[0]):
+        yield piece, pl.DataFrame(schema=ANSWERS), {}
+    for chunk, (start, stop) in zip(chunks, pairwise(starts), strict=True):
+        dropped = {record["id"]: record for record in json.loads((chunk.path / "dropped.json").read_text())}
+        answered = scan.slice(start, stop - start).select(slots=has_slots()).collect(engine="streaming")["slots"]
+        begins = answered.arg_true().gather_every(WINDOW).to_list()
+        for number, (begin, end) in enumerate(pairwise([*begins, stop - start])):
+            answers = pl.read_parquet(chunk.path / f"answers-{number:05d}.parquet")
+            for piece in slices(start + begin, start + end):
+                yield piece, answers, dropped
+
+
+def _sealed(
+    piece: pl.DataFrame, answers: pl.DataFrame, dropped: dict[str, dict[str, Any]], ledger: Ledger, counts: _Counts
+) -> pl.DataFrame:
+    """The rows of one piece: a row for each answer, and each conversation that keeps its own."""
+    written: dict[str, list[Message]] = {}
+    for id, message in answers.select("id", "message").iter_rows():
+        written.setdefault(id, []).append(json.loads(message))
+    filled: list[str | None] = []
+    kept: list[bool] = []
+    columns = piece.select("id", "origin", "source", "messages", has_slots().alias("slots"))
+    for id, origin, source, text, maybe in columns.iter_rows():
+        messages = json.loads(text) if maybe else []
+        slots = slots_of(messages)
+        answered = written.get(id, [])
+        ledger.count(origin)
+        kept.append(not slots or bool(answered))
+        if not kept[-1]:
+            record = dropped[id]
+            ledger.drop(origin, record["reason"], example=f"{source}: {record['message']}")
+        else:
+            ledger.keep(origin)
+            if slots:
+                counts.turns_cut += len(slots) - len(answered)
+                # what comes after the last answer has none
+                text = canonical_json(_filled(messages[: slots[len(answered) - 1] + 1], answered))
+        filled.append(text)
+    rows = piece.with_columns(messages=pl.Series(filled, dtype=pl.String)).filter(pl.Series(kept, dtype=pl.Boolean))
+    rows = rows.join(answers.drop("message"), on="id", how="left", maintain_order="left_right").select(SCHEMA.names())
+    counts.add(rows)
+    return rows
+
+
+def _check(ledger: Ledger, chunks: list[Artifact], config: GenerationConfig) -> None:
+    """Raises ValueError where too much was dropped, or everything."""
+    totals = ledger.totals()
+    if totals == {"prompt_too_long": ledger.rows_in.total()}:
+        records = [record for chunk in chunks for record in json.loads((chunk.path / "dropped.json").read_text())]
+        raise ValueError(
+            f"{records[0]['source']}: all {len(records)} prompts from here on are longer than max_prompt_tokens "
+            f"{config.max_prompt_tokens} (the shortest has {min(r['prompt_tokens'] for r in records)}); raise it"
+        )
+    for reason, example in ledger.examples.items():
+        log.warning("%d conversations dropped, %s, the first: %s", totals[reason], reason, example)
+    ledger.check(most=config.max_dropped_share, setting="generation.max_dropped_share")
+    if not ledger.kept.total():
+        raise ValueError(f"no conversation is left: {totals}; the first: {next(iter(ledger.examples.values()))}")
+
+
+def _of_equal_height(frames: Iterator[pl.DataFrame], height: int) -> Iterator[pl.DataFrame]:
+    """The same rows in frames of `height`, the last one shorter."""
+    rest = pl.DataFrame(schema=SCHEMA)
+    for frame in frames:
+        rest = pl.concat([rest, frame])
+        while rest.height >= height:
+            yield rest.head(height).rechunk()
+            rest = rest.slice(height)
+    if rest.height:
+        yield rest.rechunk()

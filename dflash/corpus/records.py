@@ -102,6 +102,9 @@ class Rejected(ValueError):
         super().__init__(message)
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["Rejected"], tuple[str, str]]:
+        return Rejected, (self.reason, str(self))  # workers send it to the process that counts
+
 
 class TooManyDropped(ValueError):
     """More of the data is unusable than the configuration allows. `summary` is the ledger's."""
@@ -109,6 +112,9 @@ class TooManyDropped(ValueError):
     def __init__(self, message: str, summary: dict[str, Any]) -> None:
         super().__init__(message)
         self.summary = summary
+
+    def __reduce__(self) -> tuple[type["TooManyDropped"], tuple[str, dict[str, Any]]]:
+        return TooManyDropped, (str(self), self.summary)
 
 
 HARMLESS = ("duplicate", "near_duplicate", "not_drawn")
@@ -143,7 +149,7 @@ class Ledger:
 
     def summary(self) -> dict[str, Any]:
         """`rows_in`, `rows`, `dropped`, and `sources`: one such record per source. Checks the conservation law."""
-        sources = {
+        sources: dict[str, dict[str, Any]] = {
             name: {"rows_in": count, "rows": self.kept[name], "dropped": dict(self.dropped.get(name, {}))}
             for name, count in self.rows_in.items()
         }
@@ -183,17 +189,15 @@ def conservation_table(summary: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it is called for every row
+
+
 def canonical_json(value: Any) -> str:
-    """The one spelling of messages and tools: what ids are hashes of, and what Parquet files hold."""
-    return json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    """The one spelling of messages and tools: what ids are hashes of, and what Parquet files hold.
 
-
-def loss_mask_of(row: Row) -> list[bool]:
-    """True at the supervised positions."""
-    mask = [False] * len(row.input_ids)
-    for start, end in row.spans:
-        mask[start:end] = [True] * (end - start)
-    return mask
+    Keys stay in their order: templates print tools and arguments in it, so another order is another text.
+    """
+    return _encode(value)
 
 
 def spans_of(mask: Iterable[bool]) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from dflash.corpus.bucketing import epoch_batches
+from dflash.corpus.bucketing import epoch_batches, rank_steps
 
 if TYPE_CHECKING:
     from dflash.hidden.store import RowStates
@@ -62,14 +62,16 @@ def plan_steps(
     A step takes the next `accumulation` batches, also across the end of an epoch; the very last may have fewer.
     """
     batches = (
-        (epoch, [rows[i] for i in batch])
+        (epoch, batch)
         for epoch in range(epochs)
         for batch in epoch_batches(lengths, buckets, max_tokens=max_tokens, seed=seed, epoch=epoch)
     )
-    steps: list[OptimizerStep] = []
-    while (not max_steps or len(steps) < max_steps) and (group := list(islice(batches, accumulation))):
-        steps.append(OptimizerStep(group[0][0], [batch for _, batch in group]))
-    return steps
+    planned = list(islice(batches, max_steps * accumulation or None))
+    steps = rank_steps([batch for _, batch in planned], lengths, num_ranks=1, accumulation=accumulation)
+    return [
+        OptimizerStep(planned[n * accumulation][0], [[rows[i] for i in batch] for batch in micro_batches])
+        for n, (micro_batches,) in enumerate(steps)
+    ]
 
 
 def collate(states: Sequence["RowStates"]) -> Batch:

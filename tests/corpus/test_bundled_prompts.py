@@ -1,27 +1,31 @@
 from collections import Counter
 
+import polars as pl
 import pytest
 
-from dflash.bundled import resolve
-from dflash.corpus.conversations import read_prompts
+from dflash.config import GenerationConfig, SourceConfig
+from dflash.corpus.collection import collect
 
 
-@pytest.mark.parametrize(("name", "num_prompts"), [("bundled:gsm8k-train", 480), ("bundled:evaluation", 80)])
-def test_bundled_prompts_are_readable_and_distinct(name: str, num_prompts: int):
-    assert len(read_prompts([resolve(name)], limit=0)) == num_prompts
+def prompts(name: str, contaminants: tuple[str, ...] = ()) -> tuple[pl.DataFrame, dict[str, int]]:
+    sources = [SourceConfig(path=path) for path in contaminants]
+    artifact = collect(GenerationConfig(prompts=[SourceConfig(path=name)]), sources)
+    return pl.read_parquet(artifact.path / "prompts" / "*.parquet"), artifact.summary["dropped"]
 
 
-def test_no_evaluation_prompt_is_a_training_prompt():
-    training, evaluation = (
-        read_prompts([resolve(f"bundled:{name}")], limit=0) for name in ("gsm8k-train", "evaluation")
-    )
-    assert not {p.id for p in training} & {p.id for p in evaluation}
+@pytest.mark.parametrize(
+    ("name", "contaminants", "rows"),
+    [("bundled:gsm8k-train", ("bundled:evaluation",), 480), ("bundled:evaluation", (), 80)],
+)
+def test_bundled_prompts_are_readable_distinct_and_clean(name: str, contaminants: tuple[str, ...], rows: int) -> None:
+    frame, dropped = prompts(name, contaminants)
+    assert (frame.height, dropped) == (rows, {})
 
 
-def test_any_first_rows_of_the_evaluation_set_hold_its_categories_in_proportion():
-    prompts = read_prompts([resolve("bundled:evaluation")], limit=0)
-    whole = Counter(p.category for p in prompts)
+def test_any_first_rows_of_the_evaluation_set_hold_its_categories_in_proportion() -> None:
+    categories = prompts("bundled:evaluation")[0]["category"].to_list()
+    whole = Counter(categories)
     assert len(whole) >= 4
     for n in range(1, 80):
-        first = Counter(p.category for p in prompts[:n])
+        first = Counter(categories[:n])
         assert all(abs(first[name] - n * count / 80) <= 1 for name, count in whole.items())

@@ -12,11 +12,11 @@ from dflash.config import (
     EvaluationConfig,
     ExtractionConfig,
     GenerationConfig,
+    SourceConfig,
     TokenizationConfig,
     TrainingConfig,
     VerifierConfig,
 )
-from dflash.corpus.generation import generate
 from dflash.corpus.tokenization import tokenize
 from dflash.decoding import evaluation as stage
 from dflash.decoding.evaluation import evaluate, spread
@@ -28,6 +28,7 @@ from dflash.hidden.store import HiddenStates
 from dflash.keys import training_key
 from dflash.manifests import Artifact, publish
 from dflash.pinning import PinnedVerifier, pin
+from tests.answered import answered
 
 LAYERS = [1, 2, 3]
 
@@ -44,9 +45,9 @@ class Inputs:
         self.prompts.write_text("\n".join(line for group in by_category.values() for line in group[:2]) + "\n")
         self.categories = sorted(by_category)
         self.verifier = pin(VerifierConfig(model="bundled:demo-verifier", dtype="float32", device="cpu"))
-        generation = GenerationConfig(prompts=[str(self.prompts)], max_new_tokens=40)
+        generation = GenerationConfig(prompts=[SourceConfig(path=str(self.prompts))], max_new_tokens=40)
         tokenization = TokenizationConfig(validation_share=0, min_supervised=1, num_buckets=1)
-        corpus = tokenize(tokenization, generate(generation, self.verifier), self.verifier)
+        corpus = tokenize(tokenization, answered(generation, self.verifier)[1], self.verifier)
         self.hidden_states = self.extract(corpus, "float32")
         self.rounded = self.extract(corpus, "bfloat16")
         self.store = HiddenStates.open(self.hidden_states.path)
@@ -74,7 +75,9 @@ class Inputs:
         return artifact()
 
     def config(self, *, live_prompts: int = 0, budgets: tuple[int, ...] = (4, 16)) -> EvaluationConfig:
-        return EvaluationConfig(prompts=[str(self.prompts)], budgets=list(budgets), live_prompts=live_prompts)
+        return EvaluationConfig(
+            prompts=[SourceConfig(path=str(self.prompts))], budgets=list(budgets), live_prompts=live_prompts
+        )
 
 
 @pytest.fixture(scope="module")

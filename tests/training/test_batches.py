@@ -22,6 +22,12 @@ def test_every_epoch_visits_every_row_once_and_steps_take_the_next_batches():
     assert flat == [batch for step in single for batch in step.micro_batches]
     assert {len(step.micro_batches) for step in grouped[:-1]} == {3}
     assert plan_steps(rows, LENGTHS, buckets, **PLAN | {"max_steps": 3}) == single[:3]
+    assert plan_steps(rows, LENGTHS, buckets, **PLAN | {"accumulation": 3, "max_steps": 2}) == grouped[:2]
+
+
+def test_a_step_across_the_end_of_an_epoch_belongs_to_the_first():
+    one_each = plan_steps(list(range(3)), [50] * 3, [0] * 3, **PLAN | {"accumulation": 2})
+    assert [(step.epoch, len(step.micro_batches)) for step in one_each] == [(0, 2), (0, 2), (1, 2)]
 
 
 def test_rows_are_padded_at_their_ends():
