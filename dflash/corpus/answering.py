@@ -7,7 +7,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from dflash.corpus.records import Rejected, Response
+from dflash.corpus.workers import follow_parent
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
 
@@ -161,8 +161,7 @@ class Workers:
 
 def _work(pipe: Connection, pinned: PinnedVerifier, num_threads: int) -> None:
     """What a worker does until its pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of the group; the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     torch.set_num_threads(num_threads)
     try:
         verifier = load_verifier(pinned)
@@ -176,11 +175,3 @@ def _work(pipe: Connection, pinned: PinnedVerifier, num_threads: int) -> None:
         pipe.send(ValueError(str(error)))
     except Exception as error:  # not all exceptions can be pickled
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _end_with_parent() -> None:
-    """A parent killed without a chance to tell its workers must not leave them with the device's memory."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -8,10 +8,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,6 +27,7 @@ from dflash.config import TokenizationConfig
 from dflash.corpus.bucketing import bucket_edges
 from dflash.corpus.chat import Chat, load_chat, rows_of, rows_of_turns
 from dflash.corpus.records import Ledger, Rejected, Row, Turn, spans_of
+from dflash.corpus.workers import follow_parent
 from dflash.keys import tokenization_key
 from dflash.manifests import Artifact, Progress, publish, silent
 from dflash.pinning import PinnedVerifier
@@ -192,16 +190,7 @@ def _make_parts(
 
 def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent, "only workers have a parent"
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+    follow_parent()
 
 
 def _chat(verifier: PinnedVerifier) -> Chat:
