@@ -43,16 +43,16 @@ PART_ROWS = 8192  # of the sealed file; fixed, so that its bytes do not depend o
 Answer = Callable[[Sequence[Request]], list[Response | Rejected]]
 
 _loading = threading.Lock()
-_workers: dict[tuple[str, ...], Workers] = {}
+_workers: dict[tuple[PinnedVerifier, tuple[str, ...]], Workers] = {}
 
 
 @lru_cache(maxsize=1)
-def _load(pinned: str) -> Verifier:
-    return load_verifier(PinnedVerifier.model_validate_json(pinned))
+def _load(pinned: PinnedVerifier) -> Verifier:
+    return load_verifier(pinned)
 
 
 def _started(verifier: PinnedVerifier, devices: list[str]) -> Workers:
-    key = (verifier.model_dump_json(), *devices)
+    key = (verifier, tuple(devices))
     if key not in _workers or not _workers[key].processes:  # they ended with an error
         _release()
         _workers[key] = Workers(verifier, devices)
@@ -105,7 +105,7 @@ def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> 
 
         def here(requests: Sequence[Request]) -> list[Response | Rejected]:
             with _loading:
-                loaded = _load(verifier.model_dump_json())
+                loaded = _load(verifier)
             return answer(requests, verifier=loaded, batch_size=config.batch_size, sampling=sampling)
 
         yield here, config.batch_size

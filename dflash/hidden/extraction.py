@@ -38,14 +38,14 @@ _loading = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def _load(pinned: str) -> Verifier:
-    return load_verifier(PinnedVerifier.model_validate_json(pinned))
+def _load(pinned: PinnedVerifier) -> Verifier:
+    return load_verifier(pinned)
 
 
 def _verifier(pinned: PinnedVerifier) -> Verifier:
     """Loaded once per process, until the seal."""
     with _loading:
-        return _load(pinned.model_dump_json())
+        return _load(pinned)
 
 
 def extract_shard(
@@ -179,9 +179,7 @@ def _index(corpus: pl.DataFrame, plans: list[ShardPlan]) -> pl.DataFrame:
     for plan in plans:
         for row, begin in zip(plan.rows, accumulate((lengths[r] for r in plan.rows), initial=0), strict=False):
             shard[row], start[row] = plan.number, begin
-    return corpus.with_columns(
-        shard=pl.Series(shard, dtype=pl.Int32), start=pl.Series(start, dtype=pl.Int64)
-    )
+    return corpus.with_columns(shard=pl.Series(shard, dtype=pl.Int32), start=pl.Series(start, dtype=pl.Int64))
 
 
 def _records(shard: Artifact) -> dict[str, FileRecord]:
