@@ -143,6 +143,14 @@ class Ledger:
             if example:
                 self.examples.setdefault(reason, example)
 
+    def add(self, other: "Ledger") -> None:
+        """Count what another ledger counted, as later rows."""
+        for source, number in other.rows_in.items():
+            self.count(source, number)
+            self.keep(source, other.kept[source])
+            for reason, dropped in other.dropped.get(source, {}).items():
+                self.drop(source, reason, dropped, example=other.examples.get(reason, ""))
+
     def totals(self) -> dict[str, int]:
         """Dropped rows by reason, over all sources, most frequent first."""
         return dict(sum(self.dropped.values(), Counter()).most_common())

@@ -140,11 +140,7 @@ class Counts:
         self.template_sha256 = self.template_sha256 or other.template_sha256
         self.tokens += other.tokens
         self.truncated += other.truncated
-        for source, number in other.ledger.rows_in.items():
-            self.ledger.count(source, number)
-            self.ledger.keep(source, other.ledger.kept[source])
-            for reason, dropped in other.ledger.dropped.get(source, {}).items():
-                self.ledger.drop(source, reason, dropped, example=other.ledger.examples[reason])
+        self.ledger.add(other.ledger)
 
 
 def _slices(scan: pl.LazyFrame) -> Iterator[pl.DataFrame]:
@@ -193,13 +189,9 @@ def _start_worker() -> None:
     follow_parent()
 
 
-def _chat(verifier: PinnedVerifier) -> Chat:
-    return _load_chat(verifier.model_dump_json())
-
-
 @lru_cache(maxsize=1)
-def _load_chat(verifier: str) -> Chat:
-    return load_chat(PinnedVerifier.model_validate_json(verifier))
+def _chat(verifier: PinnedVerifier) -> Chat:
+    return load_chat(verifier)
 
 
 def _make_part(
