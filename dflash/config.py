@@ -70,7 +70,7 @@ class VerifierConfig(Config):
 
 
 class SourceConfig(Config):
-    """One source of conversations. In a recipe, a plain text stands for its path."""
+    """One source of conversations. With `--set`, a plain text stands for its path."""
 
     path: str = Field(
         title="Source",

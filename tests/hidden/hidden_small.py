@@ -52,7 +52,7 @@ def make_corpus(lengths: list[int], *, seed: int = 0) -> Artifact:
     types = {"bucket": pl.Int32, "length": pl.Int32, "num_supervised": pl.Int32, "input_ids": pl.List(pl.Int32)}
     frame = pl.DataFrame(rows, schema_overrides=types).sort("bucket", "id")
     key = Key(stage="tokenization", recipe=1, config={"seed": seed, "lengths": lengths}, inputs={})
-    with publish(key, summary={"tokens": sum(lengths)}, content_identity=True) as (folder, artifact):
+    with publish(key, summary={"tokens": sum(lengths), "chat": {}}, content_identity=True) as (folder, artifact):
         frame.write_parquet(folder / "corpus.parquet")
     return artifact()
 
