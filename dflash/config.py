@@ -88,7 +88,7 @@ class VerifierConfig(Config):
 
 
 class SourceConfig(Config):
-    """One source of conversations. In a recipe, a plain text stands for its path."""
+    """One source of conversations. With `--set`, a plain text stands for its path."""
 
     path: str = Field(
         title="Source",
@@ -435,7 +435,7 @@ class Recipe(Config):
         return self
 
     def evaluation_generation(self) -> GenerationConfig:
-        """How the evaluation set is answered: as the training prompts are, greedily, with the evaluation's own limits."""
+        """How the evaluation set is answered: as the training prompts, but greedily, and with its own limits."""
         names = ("prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens")
         own = {name: getattr(self.evaluation, name) for name in names}
         return self.generation.model_copy(update=own | {"temperature": 0.0, "decontaminate": False})

@@ -60,6 +60,9 @@ class PinnedVerifier(BaseModel):
     special_ids: dict[str, list[int]]
     chat: ChatOptions = ChatOptions()
 
+    def __hash__(self) -> int:  # of its own, because lists and dicts have none: what is loaded is cached by it
+        return hash((self.identity, self.tokenizer_identity))
+
     def __str__(self) -> str:
         return f"{self.name} ({self.identity[:8]}, {self.dtype})"
 

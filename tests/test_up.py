@@ -107,10 +107,10 @@ def test_the_form_shows_names_defaults_and_descriptions(stack: Stack) -> None:
 
 def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_finds_it(stack: Stack) -> None:
     small = {
-        "generation": {"prompts": ["bundled:gsm8k-train"], "max_prompts": 8, "max_new_tokens": 16},
+        "generation": {"prompts": [{"path": "bundled:gsm8k-train"}], "max_prompts": 8, "max_new_tokens": 16},
         "tokenization": {"validation_share": 0},
         "training": {"mask_token_id": 3, "num_layers": 1, "max_steps": 2, "dtype": "float32", "tracking": "disabled"},
-        "evaluation": {"prompts": ["bundled:evaluation"], "max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
+        "evaluation": {"max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
     }
     demo = stack.deployment("demo")
     sections = {name: {**demo["parameters"][name], **values} for name, values in small.items()}

@@ -1,40 +1,26 @@
 """In-process back ends: the verifier answers requests in this process, or in one process per device.
 
-A request is a name, which seeds its sampling, and the token ids of a prompt. Knows nothing of conversations or files.
+Knows requests; nothing of conversations or files.
 """
 
-import hashlib
 import logging
 import multiprocessing
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 import torch
 
-from dflash.corpus.records import Rejected, Response
+from dflash.corpus.records import Rejected, Request, Response, Sampling
+from dflash.corpus.workers import follow_parent
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
 
 log = logging.getLogger(__name__)
-
-Request = tuple[str, list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How an answer is drawn; `temperature` 0 is greedy."""
-
-    max_new_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
 
 
 def answer(
@@ -66,7 +52,7 @@ def _answer_batch(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            seeds=[seed_of(sampling.seed, name) for name, _ in requests],
+            seeds=[sampling.seed_of(name) for name, _ in requests],
         )
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise ValueError(
@@ -82,11 +68,6 @@ def _answer_batch(
     if all(isinstance(result, Rejected) for result in alone):
         raise RuntimeError(f"{verifier.device}: each of {len(requests)} prompts failed, the last with {alone[-1]}")
     return alone
-
-
-def seed_of(seed: int, name: str) -> int:
-    """The seed of one answer: its own, so that neither its neighbours nor the order of work change it."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4])  # torch's CPU generator takes 32 bits
 
 
 class Workers:
@@ -161,8 +142,7 @@ class Workers:
 
 def _work(pipe: Connection, pinned: PinnedVerifier, num_threads: int) -> None:
     """What a worker does until its pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of the group; the parent decides
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     torch.set_num_threads(num_threads)
     try:
         verifier = load_verifier(pinned)
@@ -176,11 +156,3 @@ def _work(pipe: Connection, pinned: PinnedVerifier, num_threads: int) -> None:
         pipe.send(ValueError(str(error)))
     except Exception as error:  # not all exceptions can be pickled
         pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _end_with_parent() -> None:
-    """A parent killed without a chance to tell its workers must not leave them with the device's memory."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

@@ -4,13 +4,12 @@ import polars as pl
 from pydantic import BaseModel, ConfigDict, Field
 
 from dflash.config import GenerationConfig
-from dflash.corpus.records import Message, canonical_json
+from dflash.corpus.records import OPEN, Message, canonical_json
 from dflash.keys import chunk_key
 from dflash.manifests import Artifact, Key, load_manifest
 from dflash.pinning import PinnedVerifier
 
 MOST_CHUNKS = 64  # each is a task run; more of them make a server slow and a graph unreadable
-SLOT: Message = {"role": "assistant", "content": None}
 
 
 class ChunkPlan(BaseModel):
@@ -23,7 +22,7 @@ class ChunkPlan(BaseModel):
     count: int = Field(description="Chunks of the whole.")
     start: int = Field(description="Its first row in the prompts.")
     stop: int = Field(description="The row after its last.")
-    rows: int = Field(description="Conversations to answer; rows in between that have no slot are not counted.")
+    rows: int = Field(description="Conversations to answer; rows in between without open answers are not counted.")
 
     @property
     def name(self) -> str:
@@ -31,13 +30,11 @@ class ChunkPlan(BaseModel):
 
 
 def plan_chunks(config: GenerationConfig, prompts: Artifact, verifier: PinnedVerifier) -> list[ChunkPlan]:
-    """Cut the conversations that have slots, in their order, into chunks of `chunk_prompts`.
+    """Cut the conversations with open answers, in their order, into chunks of `chunk_prompts`.
 
     The size doubles until there are few enough of them, so that appended data leaves earlier chunks as they are.
     """
-    ids = (
-        scan_prompts(prompts).with_row_index("row").filter(has_slots()).select("row", "id").collect(engine="streaming")
-    )
+    ids = scan_prompts(prompts).with_row_index("row").filter(has_open()).select("row", "id").collect(engine="streaming")
     size = config.chunk_prompts
     while ids.height > size * MOST_CHUNKS:
         size *= 2
@@ -63,11 +60,14 @@ def scan_prompts(prompts: Artifact) -> pl.LazyFrame:
     return pl.scan_parquet([prompts.path / name for name in names])
 
 
-def has_slots() -> pl.Expr:
-    """Whether a row of the prompts has answers to be written; no text looks like it, because its quotes are escaped."""
-    return pl.col("messages").str.contains(canonical_json(SLOT), literal=True).fill_null(False)
+def has_open() -> pl.Expr:
+    """Whether a row of the prompts seems to have open answers.
+
+    No text looks like one, because its quotes are escaped; but the arguments of a tool call may, which does no harm.
+    """
+    return pl.col("messages").str.contains(canonical_json(OPEN), literal=True).fill_null(False)
 
 
-def slots_of(messages: list[Message]) -> list[int]:
+def open_places(messages: list[Message]) -> list[int]:
     """Where in a conversation the verifier's answers go."""
-    return [position for position, message in enumerate(messages) if message == SLOT]
+    return [position for position, message in enumerate(messages) if message == OPEN]

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash.corpus.records import Conversation, Message, Rejected, canonical_json
+from dflash.corpus.records import OPEN, Conversation, Message, Rejected, canonical_json
 from dflash.inputs import category_of
 from dflash.manifests import text_sha256
 
@@ -61,9 +61,6 @@ COLUMNS = frozenset(
     (*SCHEMAS, *sum(COMPANIONS.values(), ()), *SYSTEM, *("input", "context", "loss_mask", "tools", "category"))
 )
 """All columns that are read."""
-
-OPEN: Message = {"role": "assistant", "content": None}
-"""An answer that the verifier is to write. Told from a turn of the data by being this very object."""
 
 NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # in JSON, where an escaped backslash may stand before u0000
 
@@ -196,7 +193,7 @@ def _open(turns: Sequence[Any]) -> list[Any]:
 
 def _message(turn: Any, number: int) -> list[Message]:
     """The turn as a message in our words; none for an empty system turn, which says nothing."""
-    if turn is OPEN:
+    if turn is OPEN:  # this very object: a turn of the data that looks like it is an empty one
         return [dict(OPEN)]
     role = _role(turn)
     given = turn["content"] if turn.get("content") is not None else turn.get("value")

@@ -22,10 +22,20 @@ import polars as pl
 import torch
 
 from dflash.config import GenerationConfig
-from dflash.corpus.answering import Request, Sampling, Workers, answer
+from dflash.corpus.answering import Workers, answer
 from dflash.corpus.chat import Chat, load_chat
-from dflash.corpus.chunks import ChunkPlan, has_slots, plan_chunks, scan_prompts, slots_of
-from dflash.corpus.records import ANSWERS, CONVERSATIONS, Ledger, Message, Rejected, Response, canonical_json
+from dflash.corpus.chunks import ChunkPlan, has_open, open_places, plan_chunks, scan_prompts
+from dflash.corpus.records import (
+    ANSWERS,
+    CONVERSATIONS,
+    Ledger,
+    Message,
+    Rejected,
+    Request,
+    Response,
+    Sampling,
+    canonical_json,
+)
 from dflash.corpus.serving import connect
 from dflash.keys import generation_key
 from dflash.manifests import Artifact, Progress, in_progress, publish, silent, write_atomically
@@ -40,19 +50,19 @@ SCHEMA = pl.Schema({**CONVERSATIONS, **{name: kind for name, kind in ANSWERS.ite
 WINDOW = 4096  # conversations in memory at a time. A part of the chunks' format: their files hold that many
 PART_ROWS = 8192  # of the sealed file; fixed, so that its bytes do not depend on chunks
 
-Answer = Callable[[Sequence[Request]], list[Response | Rejected]]
+Ask = Callable[[Sequence[Request]], list[Response | Rejected]]
 
 _loading = threading.Lock()
-_workers: dict[tuple[str, ...], Workers] = {}
+_workers: dict[tuple[PinnedVerifier, tuple[str, ...]], Workers] = {}
 
 
 @lru_cache(maxsize=1)
-def _load(pinned: str) -> Verifier:
-    return load_verifier(PinnedVerifier.model_validate_json(pinned))
+def _load(pinned: PinnedVerifier) -> Verifier:
+    return load_verifier(pinned)
 
 
 def _started(verifier: PinnedVerifier, devices: list[str]) -> Workers:
-    key = (verifier.model_dump_json(), *devices)
+    key = (verifier, tuple(devices))
     if key not in _workers or not _workers[key].processes:  # they ended with an error
         _release()
         _workers[key] = Workers(verifier, devices)
@@ -70,7 +80,7 @@ def _release() -> None:
 
 
 @contextmanager
-def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> Iterator[tuple[Answer, int]]:
+def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> Iterator[tuple[Ask, int]]:
     """A function that answers requests, and how many it is best asked at once. Verifiers are loaded when it is called.
 
     They stay loaded for the next chunk, until the seal.
@@ -85,10 +95,7 @@ def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> 
             model=config.server_model,
             concurrency=config.concurrency,
             request_seconds=config.request_seconds,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            seed=config.seed,
+            sampling=sampling,
             tokenizer=chat.tokenizer,
             eos_ids=chat.eos_ids,
         ) as server:
@@ -105,7 +112,7 @@ def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> 
 
         def here(requests: Sequence[Request]) -> list[Response | Rejected]:
             with _loading:
-                loaded = _load(verifier.model_dump_json())
+                loaded = _load(verifier)
             return answer(requests, verifier=loaded, batch_size=config.batch_size, sampling=sampling)
 
         yield here, config.batch_size
@@ -126,7 +133,7 @@ def generate_chunk(
     """
     chat = load_chat(verifier)
     finished = in_progress(plan.key)
-    conversations = scan_prompts(prompts).slice(plan.start, plan.stop - plan.start).filter(has_slots())
+    conversations = scan_prompts(prompts).slice(plan.start, plan.stop - plan.start).filter(has_open())
     dropped: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"rows_in": 0, "rows": 0, "answers": 0, "tokens": 0}
     with (
@@ -180,14 +187,14 @@ class _Dialogue:
     source: str
     messages: list[Message]
     tools: list[dict[str, Any]] | None
-    slots: list[int]
+    places: list[int]
     answers: list[Message] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
     end: Rejected | None = None
 
     def before(self, turn: int) -> list[Message]:
-        return _filled(self.messages[: self.slots[turn]], self.answers)
+        return _filled(self.messages[: self.places[turn]], self.answers)
 
     def dropped(self) -> dict[str, Any]:
         assert self.end is not None
@@ -203,8 +210,8 @@ class _Dialogue:
 
 def _filled(messages: list[Message], answers: list[Message]) -> list[Message]:
     filled = list(messages)
-    for slot, message in zip(slots_of(messages), answers, strict=False):
-        filled[slot] = message
+    for place, message in zip(open_places(messages), answers, strict=False):
+        filled[place] = message
     return filled
 
 
@@ -214,7 +221,9 @@ def _dialogues(window: pl.DataFrame) -> dict[str, _Dialogue]:
     for row in window.select("id", "origin", "source", "messages", "tools").iter_rows(named=True):
         messages = json.loads(row["messages"])
         tools = None if row["tools"] is None else json.loads(row["tools"])
-        dialogues[row["id"]] = _Dialogue(row["id"], row["origin"], row["source"], messages, tools, slots_of(messages))
+        dialogues[row["id"]] = _Dialogue(
+            row["id"], row["origin"], row["source"], messages, tools, open_places(messages)
+        )
     return dialogues
 
 
@@ -234,15 +243,15 @@ def _resume(dialogues: dict[str, _Dialogue], folder: Path) -> None:
 
 
 def _answer(
-    dialogues: dict[str, _Dialogue], *, chat: Chat, ask: Answer, at_once: int, max_prompt_tokens: int, folder: Path
+    dialogues: dict[str, _Dialogue], *, chat: Chat, ask: Ask, at_once: int, max_prompt_tokens: int, folder: Path
 ) -> Iterator[float]:
     """All first answers, then all second ones, and so on, adding one file per group; yields the share that is done."""
     num_files = len(list(folder.glob("group-*.parquet")))
-    total = sum(len(dialogue.slots) for dialogue in dialogues.values())
-    for turn in range(max((len(dialogue.slots) for dialogue in dialogues.values()), default=0)):
+    total = sum(len(dialogue.places) for dialogue in dialogues.values())
+    for turn in range(max((len(dialogue.places) for dialogue in dialogues.values()), default=0)):
         todo: list[tuple[_Dialogue, list[int]]] = []
         for dialogue in dialogues.values():
-            if dialogue.end or len(dialogue.answers) > turn or len(dialogue.slots) <= turn:
+            if dialogue.end or len(dialogue.answers) > turn or len(dialogue.places) <= turn:
                 continue
             try:
                 prompt_ids = chat.prompt_ids(dialogue.before(turn), dialogue.tools)
@@ -275,7 +284,7 @@ def _answer(
             # whole or not at all: what a killed run leaves behind is trusted by the next
             write_atomically(folder / f"group-{num_files:05d}.parquet", parquet.getvalue())
             num_files += 1
-            yield sum(len(d.slots if d.end else d.answers) for d in dialogues.values()) / total
+            yield sum(len(d.places if d.end else d.answers) for d in dialogues.values()) / total
 
 
 def _warn_of_cuts(dialogues: dict[str, _Dialogue]) -> None:
@@ -363,7 +372,7 @@ def _pieces(
         yield piece, pl.DataFrame(schema=ANSWERS), {}
     for chunk, (start, stop) in zip(chunks, pairwise(starts), strict=True):
         dropped = {record["id"]: record for record in json.loads((chunk.path / "dropped.json").read_text())}
-        answered = scan.slice(start, stop - start).select(slots=has_slots()).collect(engine="streaming")["slots"]
+        answered = scan.slice(start, stop - start).select(open=has_open()).collect(engine="streaming")["open"]
         begins = answered.arg_true().gather_every(WINDOW).to_list()
         for number, (begin, end) in enumerate(pairwise([*begins, stop - start])):
             answers = pl.read_parquet(chunk.path / f"answers-{number:05d}.parquet")
@@ -380,22 +389,22 @@ def _sealed(
         written.setdefault(id, []).append(json.loads(message))
     filled: list[str | None] = []
     kept: list[bool] = []
-    columns = piece.select("id", "origin", "source", "messages", has_slots().alias("slots"))
+    columns = piece.select("id", "origin", "source", "messages", has_open().alias("open"))
     for id, origin, source, text, maybe in columns.iter_rows():
         messages = json.loads(text) if maybe else []
-        slots = slots_of(messages)
+        places = open_places(messages)
         answered = written.get(id, [])
         ledger.count(origin)
-        kept.append(not slots or bool(answered))
+        kept.append(not places or bool(answered))
         if not kept[-1]:
             record = dropped[id]
             ledger.drop(origin, record["reason"], example=f"{source}: {record['message']}")
         else:
             ledger.keep(origin)
-            if slots:
-                counts.turns_cut += len(slots) - len(answered)
+            if places:
+                counts.turns_cut += len(places) - len(answered)
                 # what comes after the last answer has none
-                text = canonical_json(_filled(messages[: slots[len(answered) - 1] + 1], answered))
+                text = canonical_json(_filled(messages[: places[len(answered) - 1] + 1], answered))
         filled.append(text)
     rows = piece.with_columns(messages=pl.Series(filled, dtype=pl.String)).filter(pl.Series(kept, dtype=pl.Boolean))
     rows = rows.join(answers.drop("message"), on="id", how="left", maintain_order="left_right").select(SCHEMA.names())

@@ -1,8 +1,9 @@
-"""What the corpus stages hand to each other: conversations, rows of token ids, and the ledger of what was dropped.
+"""What the corpus stages hand to each other: conversations, requests and responses, rows of token ids, the ledger.
 
 Knows no file format, no tokenizer and no model.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +14,10 @@ import polars as pl
 
 Message = dict[str, Any]
 """`role` (system, user, assistant, tool), `content`, and where there are any `reasoning_content` (text), `tool_calls`
-(list), `tool_call_id` and `name`. An assistant message whose content is None is the verifier's to write."""
+(list), `tool_call_id` and `name`."""
+
+OPEN: Message = {"role": "assistant", "content": None}
+"""An answer that the verifier is to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,24 @@ ANSWERS = pl.Schema(
     }
 )
 """Columns of a chunk's answers: one row per generated answer."""
+
+
+Request = tuple[str, list[int]]
+"""What the verifier is to answer: a name, which seeds the sampling, and the token ids of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an answer is drawn; `temperature` 0 is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def seed_of(self, name: str) -> int:
+        """The seed of one answer, 32 bits: its own, so that neither its neighbours nor the order of work change it."""
+        return int.from_bytes(hashlib.sha256(f"{self.seed}/{name}".encode()).digest()[:4])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +164,14 @@ class Ledger:
             self.dropped.setdefault(source, Counter())[reason] += number
             if example:
                 self.examples.setdefault(reason, example)
+
+    def add(self, other: "Ledger") -> None:
+        """Count what another ledger counted, as later rows."""
+        for source, number in other.rows_in.items():
+            self.count(source, number)
+            self.keep(source, other.kept[source])
+            for reason, dropped in other.dropped.get(source, {}).items():
+                self.drop(source, reason, dropped, example=other.examples.get(reason, ""))
 
     def totals(self) -> dict[str, int]:
         """Dropped rows by reason, over all sources, most frequent first."""

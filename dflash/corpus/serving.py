@@ -5,14 +5,13 @@ Prompts are sent as token ids, and the ids that were served are asked for: both 
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from dflash.corpus.records import Rejected, Response
+from dflash.corpus.records import Rejected, Request, Response, Sampling
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +30,7 @@ def connect(
     model: str,
     concurrency: int,
     request_seconds: float,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
+    sampling: Sampling,
     tokenizer: Any,
     eos_ids: Collection[int],
 ) -> "Server":
@@ -66,14 +62,7 @@ def connect(
         client,
         concurrency=concurrency,
         request_seconds=request_seconds,
-        fields={
-            "max_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_p": top_p if temperature > 0 else 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-        },
-        seed=seed if temperature > 0 else None,
+        sampling=sampling,
         tokenizer=tokenizer,
         eos_ids=frozenset(eos_ids),
     )
@@ -86,7 +75,7 @@ def connect(
 
 
 class Server:
-    """A connection to a server. `seed` is None for greedy answers, `fields` is the same in all requests."""
+    """A connection to a server."""
 
     def __init__(
         self,
@@ -94,16 +83,21 @@ class Server:
         *,
         concurrency: int,
         request_seconds: float,
-        fields: dict[str, Any],
-        seed: int | None,
+        sampling: Sampling,
         tokenizer: Any,
         eos_ids: frozenset[int],
     ) -> None:
         self._client = client
         self._concurrency = concurrency
         self._request_seconds = request_seconds
-        self._fields = fields
-        self._seed = seed
+        self._sampling = sampling
+        self._fields: dict[str, Any] = {  # the same in all requests
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p if sampling.temperature > 0 else 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+        }
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._extra: dict[str, Any] = {}  # fields of the request beyond the OpenAI ones, found by greet
@@ -126,8 +120,8 @@ class Server:
         """Find the served model and the way in which it gives token ids. Raises as `connect` does."""
         self._runner.run(self._greet(model))
 
-    def answer(self, requests: Sequence[tuple[str, list[int]]]) -> list[Response | Rejected]:
-        """Answers to (name, prompt ids), in order, `concurrency` at once; the more requests, the busier the server.
+    def answer(self, requests: Sequence[Request]) -> list[Response | Rejected]:
+        """Answers in order, `concurrency` at once; the more requests, the busier the server.
 
         A request that fails alone is Rejected. Raises ConnectionError where the server seems to be down, ValueError
         where it refuses the key or the model.
@@ -176,7 +170,7 @@ class Server:
             )
         return str(names[0])
 
-    async def _answer_all(self, requests: Sequence[tuple[str, list[int]]]) -> list[Response | Rejected]:
+    async def _answer_all(self, requests: Sequence[Request]) -> list[Response | Rejected]:
         places = asyncio.Semaphore(self._concurrency)
 
         async def answer(name: str, prompt_ids: list[int]) -> Response | Rejected:
@@ -202,7 +196,8 @@ class Server:
             pass  # no such address, but a server that says so
 
     async def _answer(self, name: str, prompt_ids: list[int]) -> Response | Rejected:
-        seed = {} if self._seed is None else {"seed": _seed(self._seed, name)}
+        # 31 bits, which all servers take
+        seed = {"seed": self._sampling.seed_of(name) >> 1} if self._sampling.temperature > 0 else {}
         try:
             completion = await self._ask(prompt_ids, self._extra | seed)
             response = self._response(completion.choices[0])
@@ -305,11 +300,6 @@ def _served_ids(choice: Any) -> list[int] | None:
     if tokens and all(token.startswith(TOKEN) for token in tokens):
         return [int(token.removeprefix(TOKEN)) for token in tokens]
     return None
-
-
-def _seed(seed: int, name: str) -> int:
-    """A request's own seed, the same whatever is asked before and beside it; 31 bits, which all servers take."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:4]) >> 1
 
 
 def _cause(error: Exception) -> str:

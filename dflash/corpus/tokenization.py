@@ -8,10 +8,7 @@ import hashlib
 import json
 import logging
 import multiprocessing
-import multiprocessing.connection
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,6 +27,7 @@ from dflash.config import TokenizationConfig
 from dflash.corpus.bucketing import bucket_edges
 from dflash.corpus.chat import Chat, load_chat, rows_of, rows_of_turns
 from dflash.corpus.records import Ledger, Rejected, Row, Turn, spans_of
+from dflash.corpus.workers import follow_parent
 from dflash.keys import tokenization_key
 from dflash.manifests import Artifact, Progress, publish, silent
 from dflash.pinning import PinnedVerifier
@@ -142,11 +140,7 @@ class Counts:
         self.template_sha256 = self.template_sha256 or other.template_sha256
         self.tokens += other.tokens
         self.truncated += other.truncated
-        for source, number in other.ledger.rows_in.items():
-            self.ledger.count(source, number)
-            self.ledger.keep(source, other.ledger.kept[source])
-            for reason, dropped in other.ledger.dropped.get(source, {}).items():
-                self.ledger.drop(source, reason, dropped, example=other.ledger.examples[reason])
+        self.ledger.add(other.ledger)
 
 
 def _slices(scan: pl.LazyFrame) -> Iterator[pl.DataFrame]:
@@ -192,25 +186,12 @@ def _make_parts(
 
 def _start_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a worker per core already
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends its workers
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, and they would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent, "only workers have a parent"
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _chat(verifier: PinnedVerifier) -> Chat:
-    return _load_chat(verifier.model_dump_json())
+    follow_parent()
 
 
 @lru_cache(maxsize=1)
-def _load_chat(verifier: str) -> Chat:
-    return load_chat(PinnedVerifier.model_validate_json(verifier))
+def _chat(verifier: PinnedVerifier) -> Chat:
+    return load_chat(verifier)
 
 
 def _make_part(

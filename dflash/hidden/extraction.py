@@ -39,14 +39,14 @@ _loading = threading.Lock()
 
 
 @lru_cache(maxsize=1)
-def _load(pinned: str) -> Verifier:
-    return load_verifier(PinnedVerifier.model_validate_json(pinned))
+def _load(pinned: PinnedVerifier) -> Verifier:
+    return load_verifier(pinned)
 
 
 def _verifier(pinned: PinnedVerifier) -> Verifier:
     """Loaded once per process, until the seal."""
     with _loading:
-        return _load(pinned.model_dump_json())
+        return _load(pinned)
 
 
 def extract_shard(

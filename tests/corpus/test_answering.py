@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dflash.corpus.answering import Request, Sampling, Workers, answer, seed_of
-from dflash.corpus.records import Rejected
+from dflash.corpus.answering import Workers, answer
+from dflash.corpus.records import Rejected, Request, Sampling
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
 
@@ -81,14 +81,15 @@ def test_a_worker_that_dies_is_noticed_and_the_others_end(workers: Workers) -> N
 
 
 def test_seeds_differ_between_answers_and_runs() -> None:
-    seeds = {seed_of(seed, name) for seed in range(20) for name, _ in REQUESTS}
+    seeds = {Sampling(5, seed=seed).seed_of(name) for seed in range(20) for name, _ in REQUESTS}
     assert len(seeds) == 20 * len(REQUESTS)
 
 
 PARENT = """
 import sys
 from pathlib import Path
-from dflash.corpus.answering import Sampling, Workers
+from dflash.corpus.answering import Workers
+from dflash.corpus.records import Sampling
 from dflash.pinning import PinnedVerifier
 
 if __name__ == "__main__":

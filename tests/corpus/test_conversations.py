@@ -15,9 +15,8 @@ from dflash.corpus.conversations import (
     to_columns,
     words,
 )
-from dflash.corpus.records import CONVERSATIONS, Conversation, Rejected
+from dflash.corpus.records import CONVERSATIONS, OPEN, Conversation, Rejected
 
-SLOT = {"role": "assistant", "content": None}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
 
@@ -74,11 +73,11 @@ def test_pairs_of_every_schema_give_the_same_conversation(name: str, row: dict[s
 
 def test_the_first_known_column_decides_and_nulls_are_no_columns():
     row = {"messages": None, "prompt": "Why?", "text": "Why? Because.", "response": None}
-    assert conversation(row).messages == [user("Why?"), SLOT]
+    assert conversation(row).messages == [user("Why?"), OPEN]
 
 
 def test_turns_are_questions_with_an_open_answer_each():
-    assert conversation({"turns": ["Write.", "Again."]}).messages == [user("Write."), SLOT, user("Again."), SLOT]
+    assert conversation({"turns": ["Write.", "Again."]}).messages == [user("Write."), OPEN, user("Again."), OPEN]
     assert rejected({"turns": ["Write."]}, "keep").reason == "no_answer"
 
 
@@ -127,12 +126,12 @@ def test_what_the_verifier_writes(roles: str, expected: str):
     names = {"u": "user", "a": "assistant", "s": "system", "t": "tool"}
     found = conversation({"messages": [{"role": names[r], "content": "x"} for r in roles]}).messages
     assert found is not None
-    assert "".join("_" if m == SLOT else m["role"][0] for m in found) == expected
+    assert "".join("_" if m == OPEN else m["role"][0] for m in found) == expected
 
 
 def test_answers_that_will_be_replaced_are_not_judged():
     row = {"messages": [user("Why?"), {"role": "assistant", "content": {"odd": 1}}, user("So?"), assistant("")]}
-    assert conversation(row).messages == [user("Why?"), SLOT, user("So?"), SLOT]
+    assert conversation(row).messages == [user("Why?"), OPEN, user("So?"), OPEN]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,7 @@ def test_a_function_call_becomes_a_tool_call():
     result = {"role": "tool", "content": "yes"}
     row = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     assert kept(row) == [user("Rain?"), called, result, assistant("It rains.")]
-    assert conversation(row).messages == [user("Rain?"), called, result, SLOT]
+    assert conversation(row).messages == [user("Rain?"), called, result, OPEN]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +244,7 @@ def test_unusable_rows_are_rejected_under_their_reason(reason: str, row: dict[st
         ("no_answer", {"prompt": "Why?"}),
         ("no_answer", {"messages": PAIR[:1]}),
         ("empty", {"prompt": "Why?", "response": ""}),
-        ("empty", {"messages": [user("Why?"), SLOT]}),
+        ("empty", {"messages": [user("Why?"), dict(OPEN)]}),
         ("empty", {"text": "  "}),
         ("empty", {"input_ids": [], "loss_mask": []}),
         ("bad_content", {"text": ["Once."]}),
@@ -266,7 +265,7 @@ def test_rows_whose_answers_cannot_be_kept_are_rejected_under_their_reason(reaso
 
 
 def test_a_backslash_before_u0000_is_no_nul_character():
-    assert conversation({"prompt": "write \\u0000"}).messages == [user("write \\u0000"), SLOT]
+    assert conversation({"prompt": "write \\u0000"}).messages == [user("write \\u0000"), OPEN]
 
 
 def test_long_values_do_not_end_up_in_messages():
@@ -339,8 +338,8 @@ def test_any_row_is_a_conversation_that_survives_its_columns_or_is_rejected(row:
     assert repr(from_columns(columns)) == repr(found)  # NaN is not equal to itself
     assert [found.messages, found.text, found.input_ids].count(None) == 2
     if found.messages is not None:
-        assert all(m["content"] is not None or (answers == "generate" and m == SLOT) for m in found.messages)
-        assert answers == "keep" or found.messages[-1] == SLOT
+        assert all(m["content"] is not None or (answers == "generate" and m == OPEN) for m in found.messages)
+        assert answers == "keep" or found.messages[-1] == OPEN
 
 
 def test_normalised_texts_differ_in_no_case_space_or_unicode_form():

@@ -11,13 +11,12 @@ from dflash.config import GenerationConfig
 from dflash.corpus.chat import load_chat
 from dflash.corpus.chunks import MOST_CHUNKS, plan_chunks
 from dflash.corpus.generation import SCHEMA, generate_chunk, seal
-from dflash.corpus.records import CONVERSATIONS, TooManyDropped, canonical_json
+from dflash.corpus.records import CONVERSATIONS, OPEN, TooManyDropped, canonical_json
 from dflash.keys import generation_key
 from dflash.manifests import Artifact, Key, Progress, find, home, publish, silent, text_sha256
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import load_verifier
 
-SLOT = {"role": "assistant", "content": None}
 CONFIG = GenerationConfig(prompts=["p.jsonl"], max_new_tokens=6, batch_size=3, chunk_prompts=4)
 
 Rows = list[dict[str, Any]]
@@ -49,12 +48,12 @@ def make_prompts(rows: Rows, *, part_rows: int = 5) -> Artifact:
 
 
 def single_turns(number: int, *, first: int = 0) -> Rows:
-    return [conversation(n, [user("How many " + "apples " * n), SLOT]) for n in range(first, first + number)]
+    return [conversation(n, [user("How many " + "apples " * n), OPEN]) for n in range(first, first + number)]
 
 
 def multi_turns(number: int) -> Rows:
     return [
-        conversation(n, [m for turn in range(1 + n % 3) for m in (user(f"{n} and {turn}?"), SLOT)])
+        conversation(n, [m for turn in range(1 + n % 3) for m in (user(f"{n} and {turn}?"), OPEN)])
         for n in range(number)
     ]
 
@@ -127,7 +126,7 @@ def test_every_turn_is_answered_after_the_verifiers_own_earlier_answers(verifier
         messages = []
         turns = []
         for message in json.loads(row["messages"]):
-            if message == SLOT:
+            if message == OPEN:
                 prompt_ids = chat.prompt_ids(messages, None)
                 [response] = loaded.generate([prompt_ids], max_new_tokens=6)
                 turns.append((prompt_ids, response.ids))
@@ -138,7 +137,7 @@ def test_every_turn_is_answered_after_the_verifiers_own_earlier_answers(verifier
 
 
 def test_what_the_data_answered_itself_is_kept_in_its_place(verifier: PinnedVerifier) -> None:
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": SLOT}}]}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": OPEN}}]}
     kept = [
         conversation(0, [user("Two?"), {"role": "assistant", "content": "Two."}]),
         conversation(1, None, text="Once upon a time"),
@@ -246,8 +245,8 @@ def test_long_prompts_are_dropped_and_later_ones_end_their_conversation(
 ) -> None:
     rows = [
         *single_turns(4),
-        conversation(4, [user("apples " * 60), SLOT]),
-        conversation(5, [user("Two?"), SLOT, user("apples " * 60), SLOT, user("Four?"), SLOT]),
+        conversation(4, [user("apples " * 60), OPEN]),
+        conversation(5, [user("Two?"), OPEN, user("apples " * 60), OPEN, user("Four?"), OPEN]),
     ]
     artifact = generate(change(CONFIG, max_prompt_tokens=60), make_prompts(rows), verifier)
     answers = sealed(artifact)
@@ -268,7 +267,7 @@ def test_only_too_long_prompts_are_refused(verifier: PinnedVerifier) -> None:
 
 
 def test_a_larger_share_of_dropped_conversations_than_allowed_fails_with_the_counts(verifier: PinnedVerifier) -> None:
-    refused = conversation(3, [user("Who?"), {"role": "system", "content": "Be brief."}, SLOT])
+    refused = conversation(3, [user("Who?"), {"role": "system", "content": "Be brief."}, OPEN])
     prompts = make_prompts([*single_turns(3), refused])
     message = r"generation.max_dropped_share: 1 of 4 rows dropped, more than 0.2: template_error 1 \(p.jsonl:4: .*first"
     with pytest.raises(TooManyDropped, match=message):
@@ -297,8 +296,8 @@ def odd_verifier(verifier_folder: Path, tmp_path: Path) -> PinnedVerifier:
 def test_a_poisoned_prompt_is_recorded_and_skipped(odd_verifier: PinnedVerifier) -> None:
     rows = [
         *single_turns(5),
-        conversation(5, [user("poison"), SLOT]),
-        conversation(6, [user("Two?"), SLOT, user("poison"), SLOT]),
+        conversation(5, [user("poison"), OPEN]),
+        conversation(6, [user("Two?"), OPEN, user("poison"), OPEN]),
     ]
     prompts = make_prompts(rows)
     artifact = generate(change(CONFIG, chunk_prompts=100), prompts, odd_verifier)
@@ -313,7 +312,7 @@ def test_a_poisoned_prompt_is_recorded_and_skipped(odd_verifier: PinnedVerifier)
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_verifier_that_answers_nothing_leaves_no_chunk(odd_verifier: PinnedVerifier, batch_size: int) -> None:
-    prompts = make_prompts([conversation(n, [user(f"poison {n}"), SLOT]) for n in range(3)])
+    prompts = make_prompts([conversation(n, [user(f"poison {n}"), OPEN]) for n in range(3)])
     with pytest.raises(RuntimeError, match=r"ValueError: id \d+ of a prompt is outside"):
         generate(change(CONFIG, batch_size=batch_size), prompts, odd_verifier)
     assert not list((home() / "artifacts" / "generation").rglob("manifest.json"))

@@ -11,7 +11,7 @@ import pytest
 from small_server import SmallServer
 
 from dflash.corpus import serving
-from dflash.corpus.records import Rejected, Response
+from dflash.corpus.records import Rejected, Response, Sampling
 from dflash.corpus.serving import Server, connect
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
@@ -47,7 +47,7 @@ def prompts(verifier: Verifier, number: int) -> list[tuple[str, list[int]]]:
 def connected(server: SmallServer, **settings: Any) -> Server:
     defaults: dict[str, Any] = {
         "base_url": server.base_url, "model": "", "concurrency": 4, "request_seconds": 30.0,
-        "max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.0, "top_p": 1.0, "seed": 0,
+        "sampling": Sampling(MAX_NEW_TOKENS),
         "tokenizer": server.verifier.tokenizer, "eos_ids": server.verifier.eos_ids,
     }  # fmt: skip
     return connect(**(defaults | settings))
@@ -79,7 +79,7 @@ def test_served_answers_equal_those_of_the_process_token_for_token(
 
 
 def test_requests_ask_for_the_verifier_as_it_is_and_end_where_it_ends(served: SmallServer) -> None:
-    with connected(served, top_p=0.5) as server:
+    with connected(served, sampling=Sampling(MAX_NEW_TOKENS, top_p=0.5)) as server:
         server.answer(prompts(served.verifier, 1))
     expected = {
         "model": "tiny", "prompt": prompts(served.verifier, 1)[0][1], "max_tokens": MAX_NEW_TOKENS, "temperature": 0,
@@ -96,7 +96,7 @@ def test_sampling_has_a_seed_per_request_that_depends_on_nothing_else(served: Sm
     by_prompt: list[dict[str, int]] = []
     for order, seed in ((requests, 3), (requests[::-1], 3), (requests, 4)):
         served.bodies.clear()
-        with connected(served, temperature=0.7, top_p=0.9, seed=seed) as server:
+        with connected(served, sampling=Sampling(MAX_NEW_TOKENS, temperature=0.7, top_p=0.9, seed=seed)) as server:
             server.answer(order)
         assert {(body["temperature"], body["top_p"]) for body in served.bodies} == {(0.7, 0.9)}
         by_prompt.append({json.dumps(body["prompt"]): body["seed"] for body in served.bodies if "seed" in body})
