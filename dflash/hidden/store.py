@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -36,6 +36,9 @@ from dflash.hidden.encoding import (
 from dflash.hidden.raw import ArrayReader, ArrayWriter, read_attributes, write_group
 from dflash.manifests import MANIFEST, Damaged, Manifest, load_manifest, verify, write_atomically
 
+if TYPE_CHECKING:
+    from dflash.hidden.remote import RemoteArray
+
 FORMAT, FORMAT_VERSION = "dflash-hidden-states", 2
 CHUNK_BYTES = 512 * 2**10  # little is read besides a row, and a checksum still finds its chunk in the cache
 CHUNK_TOKENS = 512
@@ -45,6 +48,7 @@ FILE_BYTES = 16 * 2**30  # few files, since a shard of wide states has 40 GB; ea
 NORM_FACTOR = 32.0
 DAMAGED_MANIFEST = f"{MANIFEST}.damaged"
 LEDGER = "ledger.json"
+REMOTE = "remote.json"  # of a shard whose arrays lie in an object store: where, their sizes and checksums
 FINAL = "the output of the verifier's final norm, which its LM head reads"
 SAME = ("storage_dtype", "num_taps", "hidden_size", "store_final", "top_k", "target_layer_ids", "verifier")
 
@@ -316,12 +320,21 @@ class HiddenStates:
     open, and in memory only where the chunks of the files touched begin.
     """
 
-    def __init__(self, folder: Path, *, info: dict[str, Any], rows: list[Row], attributes: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        info: dict[str, Any],
+        rows: list[Row],
+        attributes: dict[str, Any],
+        remote: frozenset[str],
+    ) -> None:
         self.folder = folder
         self.info = info
         self.rows = rows
         self._attributes = attributes  # of any of its shards
-        self._arrays: dict[tuple[int, str], ArrayReader] = {}
+        self._remote = remote  # names of the shards that lie in an object store
+        self._arrays: dict[tuple[int, str], ArrayReader | RemoteArray] = {}
 
     @classmethod
     def open(cls, folder: Path) -> "HiddenStates":
@@ -338,17 +351,16 @@ class HiddenStates:
             "verifier": info["verifier"]["identity"],
         }
         attributes: dict[str, Any] = {}
+        remote: set[str] = set()
         for shard in sorted((folder / "shards").glob("[0-9]*")):
-            part = load_manifest(shard)
-            try:
-                _verify(part, shard)
-                attributes = read_attributes(shard)
-            except Damaged as damage:
-                raise _set_aside(shard, damage) from damage
+            part, attributes = verify_shard(shard)
+            if REMOTE in part.files:
+                remote.add(shard.name)
             _check_attributes(shard, attributes, known)
         _verify(manifest, folder)
         index = pl.read_parquet(folder / "index.parquet").select(Row._fields)
-        return cls(folder, info=info, rows=[Row(*values) for values in index.iter_rows()], attributes=attributes)
+        rows = [Row(*values) for values in index.iter_rows()]
+        return cls(folder, info=info, rows=rows, attributes=attributes, remote=frozenset(remote))
 
     @property
     def verifier_config(self) -> dict[str, Any]:
@@ -465,9 +477,15 @@ class HiddenStates:
     def _shard_folder(self, number: int) -> Path:
         return self.folder / "shards" / f"{number:04d}"
 
-    def _array(self, shard: int, name: str) -> ArrayReader:
+    def _array(self, shard: int, name: str) -> "ArrayReader | RemoteArray":
         if (shard, name) not in self._arrays:
-            self._arrays[shard, name] = ArrayReader(self._shard_folder(shard) / name)
+            folder = self._shard_folder(shard)
+            if folder.name in self._remote:
+                from dflash.hidden.remote import RemoteArray  # loads zarr, which others do without
+
+                self._arrays[shard, name] = RemoteArray(folder / REMOTE, name)
+            else:
+                self._arrays[shard, name] = ArrayReader(folder / name)
         return self._arrays[shard, name]
 
 
@@ -495,9 +513,27 @@ def _queued_copies() -> torch.cuda.Event | None:
     return event
 
 
-def _verify(manifest: Manifest, folder: Path) -> None:
+def verify_shard(shard: Path, *, deep: bool = False) -> tuple[Manifest, dict[str, Any]]:
+    """A shard's manifest and attributes, if all of it is there and whole, in an object store too.
+
+    `deep` compares all checksums. Raises Damaged, and sets a damaged shard's manifest aside; OSError where the object
+    store does not answer.
+    """
+    manifest = load_manifest(shard)
+    try:
+        _verify(manifest, shard, deep=deep)
+        if REMOTE in manifest.files:
+            from dflash.hidden import remote  # loads zarr, which others do without
+
+            remote.check(shard / REMOTE, deep=deep)
+        return manifest, read_attributes(shard)
+    except Damaged as damage:
+        raise _set_aside(shard, damage) from damage
+
+
+def _verify(manifest: Manifest, folder: Path, *, deep: bool = False) -> None:
     """As manifests.verify, for a folder that may have been moved from under its data root."""
-    verify(manifest.model_copy(update={"location": str(folder.absolute())}))
+    verify(manifest.model_copy(update={"location": str(folder.absolute())}), deep=deep)
 
 
 def _set_aside(shard: Path, cause: Exception) -> Damaged:
