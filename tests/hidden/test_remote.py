@@ -22,8 +22,8 @@ import torch
 from hidden_small import make_corpus, pinned, save_verifier
 
 from dflash.config import ExtractionConfig
+from dflash.hidden import planning
 from dflash.hidden.extraction import extract_shard, seal
-from dflash.hidden.planning import plan_shards
 from dflash.hidden.raw import ArrayReader, ArrayWriter, write_group
 from dflash.hidden.store import REMOTE, HiddenStates, verify_shard
 from dflash.keys import extraction_key
@@ -97,7 +97,7 @@ def verifier(home: Path, verifier_folder: Path) -> PinnedVerifier:
 def extract(verifier: PinnedVerifier, config: ExtractionConfig) -> tuple[Artifact, list[int]]:
     """As a run does it: shards that are there and whole are kept. Returns the artifact and which shards were made."""
     corpus, made, shards = make_corpus(LENGTHS), [], []
-    for plan in plan_shards(config, corpus, verifier):
+    for plan in planning.plan_shards(config, corpus, verifier):
         shard = find(plan.key, location=plan.location)
         if shard is None:
             made.append(plan.number)
@@ -237,10 +237,10 @@ def test_a_flipped_bit_is_found_by_reading_and_by_a_deep_check(
         verify_shard(artifact.path / f"shards/{number:04d}", deep=True)
 
 
-def make_group(folder: Path, *, num_tokens: int = 300) -> Path:
+def make_group(folder: Path, *, num_tokens: int = 300, chunk: int = 64, file: int = 2**15) -> Path:
     folder.mkdir()
     values = np.random.default_rng(0).integers(0, 2**16, (num_tokens, 512), dtype="uint16")
-    options: dict[str, Any] = {"row_shape": (512,), "dtype": "uint16", "chunk": 64, "file": 2**15}
+    options: dict[str, Any] = {"row_shape": (512,), "dtype": "uint16", "chunk": chunk, "file": file}
     for name in ("features", "other"):
         writer = ArrayWriter(folder / name, dimension_names=["token", "channel"], attributes={}, **options)
         with writer:
@@ -290,6 +290,15 @@ def test_two_uploads_at_once_are_as_good_as_one(storage: str, tmp_path: Path) ->
         assert np.array_equal(remote.RemoteArray(folder / REMOTE, "other").read(17, 211), expected)
 
 
+def test_any_run_of_rows_is_read_across_chunks_and_files(storage: str, tmp_path: Path) -> None:
+    folder = make_group(tmp_path / "one", chunk=8, file=64)
+    expected = ArrayReader(folder / "features").read(0, 300)
+    remote.move(folder, f"{storage}/0", record=folder / REMOTE)
+    array = remote.RemoteArray(folder / REMOTE, "features")
+    for start, stop in [(0, 300), (0, 1), (7, 9), (8, 16), (63, 65), (64, 64), (50, 201), (299, 300), (300, 300)]:
+        assert np.array_equal(array.read(start, stop), expected[start:stop])
+
+
 def test_other_content_does_not_touch_what_is_there(storage: str, tmp_path: Path) -> None:
     one, two = make_group(tmp_path / "one"), make_group(tmp_path / "two", num_tokens=301)
     first, second = (remote.move(folder, f"{storage}/0", record=folder / REMOTE) for folder in (one, two))
@@ -314,7 +323,7 @@ def test_a_shard_made_again_elsewhere_leaves_nothing_of_its_former_place(
     verifier: PinnedVerifier, storage: str
 ) -> None:
     corpus, config = make_corpus(LENGTHS), stored_at(storage)
-    plans = plan_shards(LOCAL, corpus, verifier)
+    plans = planning.plan_shards(LOCAL, corpus, verifier)
     artifact, _ = extract(verifier, LOCAL)
     expected = read_all(artifact)
     for chosen in (config, LOCAL):
@@ -328,6 +337,20 @@ def test_a_shard_made_again_elsewhere_leaves_nothing_of_its_former_place(
                 path.relative_to(shard.path).as_posix() for path in shard.path.rglob("*") if path.is_file()
             } == named
             assert (shard.path / REMOTE).exists() == bool(shard.summary["shard"] and chosen.storage)
+
+
+def test_only_shards_being_written_need_space_here(
+    verifier: PinnedVerifier, storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, corpus = stored_at(storage), make_corpus(LENGTHS)
+    plans = planning.plan_shards(config, corpus, verifier)
+    largest = planning.estimate(config, max(plan.tokens for plan in plans), verifier)
+    assert largest < planning.estimate(config, sum(LENGTHS), verifier)
+    usage = planning.shutil.disk_usage("/")._replace(free=largest)
+    monkeypatch.setattr(planning.shutil, "disk_usage", lambda _: usage)
+    planning.check_space(config, plans, verifier)
+    with pytest.raises(ValueError, match="are free; set DFLASH_HOME"):
+        planning.check_space(LOCAL, plans, verifier)
 
 
 def test_credentials_are_written_nowhere(
@@ -371,7 +394,7 @@ def test_a_store_that_cannot_be_listed_is_refused_before_the_verifier_is_loaded(
     with pytest.raises(
         ValueError, match=r"extraction.storage: s3://no-such-bucket-either/path: .*NoSuchBucket"
     ) as caught:
-        extract_shard(plan_shards(config, corpus, verifier)[0], config, corpus, without_weights)
+        extract_shard(planning.plan_shards(config, corpus, verifier)[0], config, corpus, without_weights)
     assert "\n" not in str(caught.value)
     assert find(extraction_key(config, corpus, verifier)) is None
 
