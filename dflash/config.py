@@ -296,6 +296,13 @@ class ExtractionConfig(Config):
         description="Padded tokens in one pass of the verifier.",
         json_schema_extra=PRACTICAL,
     )
+    storage: str = Field(
+        "",
+        title="Storage",
+        description="Where the bulk of the hidden states lies: s3://bucket/path or gs://bucket/path, with credentials "
+        "from the environment; empty: on the disk, as all else. memory:// lives as long as the process.",
+        json_schema_extra=PRACTICAL,
+    )
     disk_quota_gb: float = Field(
         0,
         title="Disk quota (GB)",
@@ -310,6 +317,15 @@ class ExtractionConfig(Config):
         if len(set(ids)) != len(ids) or ids != sorted(ids) or any(i < 0 for i in ids):
             raise ValueError(f"tap layers must be distinct, ascending and >= 0, got {ids}")
         return ids
+
+    @field_validator("storage")
+    @classmethod
+    def _known_and_without_secrets(cls, url: str) -> str:
+        if re.search(r"://[^/]*@|[?#]", url):  # not repeated here: the message may go into a log
+            raise ValueError("a URL with credentials or options; leave them out, they come from the environment")
+        if url and not re.match(r"(s3|gs)://[^/]+|memory://", url):
+            raise ValueError(f"storage {url!r} is unknown; expected s3://bucket/path, gs://bucket/path or memory://")
+        return url.rstrip("/") if not url.endswith("://") else url
 
 
 class TrainingConfig(Config):
