@@ -1,13 +1,13 @@
 """Speed of reading shuffled rows of hidden states into batch buffers, and the bytes they take; one JSON line.
 
-    python benchmarks/extraction_read.py [--megabytes 500] [--hidden 1024] [--taps 5] [--rounds 9]
+    python benchmarks/extraction_read.py [--megabytes 500] [--hidden 1024] [--taps 5] [--reading-rounds 9]
 
 Synthetic rows, warm files. `memmap_read` is the speed of HiddenStates.stream, two reading threads, with every checksum
 verified, and `memmap_read_unverified` without, both over that of copying the same rows from one np.memmap into the same
 padded buffers on one thread; `safetensors_read` is the verified speed over that of a safetensors file per row.
 `one_thread` has the same without threads. The store also reads ids, masks and greedy choices, the others only features.
 `bf16_bytes` and `fp8_bytes` are bytes on disk over those of bfloat16 features alone. The readers alternate; medians
-over the rounds.
+of the rounds' ratios.
 """
 
 import argparse
@@ -67,20 +67,28 @@ def store_of(folder: Path, rows: list[RowStates], *, taps: int, hidden: int, sto
     return HiddenStates(folder, info={}, rows=index, attributes=read_attributes(shard))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--taps", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--batch", type=int, default=4, help="rows per batch")
-    args = parser.parse_args()
+def add_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("reading")
+    group.add_argument("--megabytes", type=int, default=500)
+    group.add_argument("--hidden", type=int, default=1024)
+    group.add_argument("--taps", type=int, default=5)
+    group.add_argument("--reading-rounds", type=int, default=9)
+    group.add_argument("--batch", type=int, default=4, help="rows per batch")
+
+
+def run(args: argparse.Namespace) -> dict[str, object]:
     width, rng, lengths = args.taps * args.hidden, random.Random(0), []
     while sum(lengths) * width * 2 < args.megabytes * 10**6:
         lengths.append(min(4096, max(16, round(rng.lognormvariate(6.5, 0.8)))))
     gigabytes = sum(lengths) * width * 2 / 10**9
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(Path(folder), args, lengths, gigabytes)))
+        return measure(Path(folder), args, lengths, gigabytes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    print(json.dumps(run(parser.parse_args())))
 
 
 def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabytes: float) -> dict[str, object]:
@@ -139,7 +147,7 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
     }
     seconds: dict[str, list[float]] = {name: [] for name in readers}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in readers}
-    for round_number in range(args.rounds + 1):
+    for round_number in range(args.reading_rounds + 1):
         for name, read in readers.items():
             wall, cpu = time.perf_counter(), time.process_time()
             read()
@@ -149,7 +157,7 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
     median = {name: statistics.median(values) for name, values in seconds.items()}
 
     def ratio(base: str, ours: str) -> float:
-        return round(median[base] / median[ours], 3)
+        return round(statistics.median(a / b for a, b in zip(seconds[base], seconds[ours], strict=True)), 3)
 
     return {
         "memmap_read": ratio("memmap", "stream"),

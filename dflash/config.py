@@ -278,6 +278,12 @@ class ExtractionConfig(Config):
     top_k: int = Field(
         0, title="Top k", ge=0, le=1024, description="Store the K likeliest next tokens and their log-probabilities."
     )
+    greedy: bool = Field(
+        True,
+        title="Verifier's choices",
+        description="Labels are what the verifier itself would say. Off: the data's own tokens, and layers behind the "
+        "last tap do not run.",
+    )
     max_left_out_share: float = Field(
         0.01,
         title="Most left out",

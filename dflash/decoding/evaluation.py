@@ -45,7 +45,7 @@ def evaluate(
     device, dtype = resolve_device(verifier.device), getattr(torch, verifier.dtype)
     model = load_drafter(drafter.path, dtype=dtype, device=device)
     _check_match(drafter, model, store.info, verifier)
-    ends = Ends(store.frozen(), dtype=dtype, device=device)
+    ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
     live_rows = spread([row.category for row in store.rows], config.live_prompts)
     live_verifier = load_verifier(verifier) if live_rows else None
 
@@ -69,7 +69,7 @@ def evaluate(
                 name=row.id,
                 layers=store.info["target_layer_ids"],
                 budget=max(config.budgets),
-                storage_dtype=getattr(torch, store.info["storage_dtype"]),
+                storage_dtype=store.info["storage_dtype"],
             )
             runs += [{"id": row.id, "category": row.category} | run for run in checked]
         progress(number + 1, len(store.rows), f"{number + 1:,} of {len(store.rows):,} responses")
@@ -146,7 +146,7 @@ def cross_check(
     name: str,
     layers: Sequence[int],
     budget: int,
-    storage_dtype: torch.dtype,
+    storage_dtype: str,
 ) -> list[dict[str, Any]]:
     """Decode a row's prompt live with the chain and one tree, and compare with its response and its replayed rounds.
 

@@ -17,6 +17,7 @@ from dflash.decoding.acceptance import cut
 from dflash.decoding.ddtree import ABSENT, Trees, ancestors, best_first, chain, root_only, walk
 from dflash.decoding.replay import draft_tokens
 from dflash.drafter.model import Context, Drafter, Ends
+from dflash.hidden.encoding import as_stored
 from dflash.verifier import Verifier, compact
 
 Method = Literal["plain", "chain"] | int
@@ -55,18 +56,18 @@ def decode(
     layers: Sequence[int],
     max_new_tokens: int,
     method: Method,
-    storage_dtype: torch.dtype,
+    storage_dtype: str,
 ) -> Decoded:
     """Answer one prompt greedily, up to the verifier's end token or `max_new_tokens` (>= 1) tokens.
 
     Rounds and their end are those of `acceptance`. `layers` are the taps the drafter was trained on. Features are
-    rounded to `storage_dtype` before the drafter sees them, as in the store. All models are on one device.
+    rounded as in the store, to `storage_dtype`, before the drafter sees them. All models are on one device.
     """
     cache = verifier.new_cache()
     device = verifier.device
     prompt_1T = torch.tensor([prompt_ids], device=device)
     features_1TF, greedy_1T, *_ = verifier.forward(prompt_1T, layers=layers, cache=cache)
-    context = drafter.context(features_1TF.to(storage_dtype))
+    context = drafter.context(as_stored(features_1TF, storage_dtype))
     ids = [int(greedy_1T[0, -1])]
     accepted: list[int] = []
     while ids[-1] not in verifier.eos_ids and len(ids) < max_new_tokens:
@@ -92,5 +93,5 @@ def decode(
         accepted.append(num_accepted)
 
         compact(cache, torch.cat([torch.arange(anchor, device=device), anchor + kept]))
-        context.append(drafter.context(features_1MF[:, kept].to(storage_dtype), start=anchor))
+        context.append(drafter.context(as_stored(features_1MF[:, kept], storage_dtype), start=anchor))
     return Decoded(ids, accepted)

@@ -38,7 +38,7 @@ class _SlotStatistics(torch.autograd.Function):
             if grad_NH is not None:
                 p_CV = logp_CV.exp_()
                 p_CV.scatter_add_(-1, label_C1, p_CV.new_full(label_C1.shape, -1.0))
-                grad_NH[part] = p_CV.to(ends.head_VH.dtype) @ ends.head_VH
+                grad_NH[part] = ends.gradient(p_CV, logits_CV)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(rank_N)
         return nll_N, rank_N

@@ -130,11 +130,25 @@ def _rope_theta(settings: dict[str, Any]) -> float:
 class Ends:
     """The verifier's frozen embedding and LM head, between which a drafter works."""
 
-    def __init__(self, frozen: dict[str, Tensor], *, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        """`frozen` holds `embed_tokens.weight` and, where the verifier does not tie them, `lm_head.weight`."""
-        self.embedding_VH = frozen["embed_tokens.weight"].to(device=device, dtype=dtype)
-        head = frozen.get("lm_head.weight")
-        self.head_VH = self.embedding_VH if head is None else head.to(device=device, dtype=dtype)
+    def __init__(
+        self,
+        frozen: dict[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        """`frozen` holds `embed_tokens.weight` and, where the verifier has them, `lm_head.weight` and `lm_head.bias`.
+
+        `scale` and `softcap` are the verifier's rule from the head's output to its logits.
+        """
+        own = {name: weight.to(device=device, dtype=dtype) for name, weight in frozen.items()}
+        self.embedding_VH = own["embed_tokens.weight"]
+        self.head_VH = own.get("lm_head.weight", self.embedding_VH)
+        self.bias_V = own.get("lm_head.bias")
+        self.scale = scale
+        self.softcap = softcap
 
     @property
     def vocab_size(self) -> int:
@@ -144,8 +158,19 @@ class Ends:
         return F.embedding(ids, self.embedding_VH)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(…, H) to (…, V), in the ends' dtype."""
-        return F.linear(hidden.to(self.head_VH.dtype), self.head_VH)
+        """(…, H) to (…, V), in the ends' dtype: the verifier's own where `hidden` is its final state."""
+        logits = F.linear(hidden.to(self.head_VH.dtype), self.head_VH, self.bias_V)
+        if self.scale != 1:
+            logits = logits * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """d loss / d hidden, from d loss / d logits and these logits."""
+        if self.softcap is not None:
+            grad = grad * (1 - (logits / self.softcap).square())
+        if self.scale != 1:
+            grad = grad * self.scale
+        return grad.to(self.head_VH.dtype) @ self.head_VH
 
 
 @dataclass

@@ -8,13 +8,15 @@ B batch, T tokens, F features (taps x hidden size)
 
 import json
 import logging
+import random
 import shutil
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import polars as pl
 import torch
@@ -23,19 +25,41 @@ from safetensors.torch import save_file
 from dflash.config import ExtractionConfig
 from dflash.corpus.bucketing import padded_runs
 from dflash.hidden.planning import ShardPlan, plan_shards
-from dflash.hidden.store import DAMAGED_MANIFEST, RowStates, write_shard
+from dflash.hidden.store import REMOTE, RowStates, write_shard
 from dflash.keys import extraction_key
 from dflash.manifests import MANIFEST, Artifact, FileRecord, Progress, file_sha256, load_manifest, publish, silent
 from dflash.pinning import PinnedVerifier, tap_layers
-from dflash.verifier import Verifier, load_verifier
+from dflash.verifier import Outputs, Verifier, load_verifier
 
 log = logging.getLogger(__name__)
 
 FEATURES = (
     "features[t] are the outputs of the decoder layers target_layer_ids (0-based; Transformers' hidden_states[id + 1], "
-    "before the final norm) at token t, side by side. greedy_ids[t] is the verifier's choice for the token after t."
+    "before the final norm) at token t, side by side."
 )
+GREEDY_IDS = {
+    True: "greedy_ids[t] is the verifier's choice for the token after t.",
+    False: "greedy_ids[t] is the token after t in the data (0 after the last): the verifier was not asked.",
+}
+LOGITS = "softcap * tanh(scale * head / softcap), or scale * head without softcap; head: the LM head's output"
+SPOT_CHECKS = 2  # rows of each shard that are computed again, alone
+# Mean error of a token's state, relative to its norm. What batches change in bfloat16 is below a hundredth, more where
+# a token goes to other experts; the state of another token, or of one that saw padding, is off by far more.
+TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
 _loading = threading.Lock()
+_Item = TypeVar("_Item")
+
+
+class _Batch(NamedTuple):
+    """What the verifier said to some rows. Its numbers may be used when `wait` has returned."""
+
+    rows: list[RowStates]
+    num_tokens: int
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
 
 
 @lru_cache(maxsize=1)
@@ -63,21 +87,22 @@ def extract_shard(
     run = pl.scan_parquet(corpus.path / "corpus.parquet").slice(first, len(plan.rows)).collect()
     rows = run[[row - first for row in plan.rows]]
     lengths = rows["length"].to_list()
+    if config.storage:
+        from dflash.hidden import remote  # loads zarr, which others do without
+
+        remote.check_storage(config.storage)
+    loaded = _verifier(verifier)
+    checked = random.Random(str(plan.key)).sample(range(rows.height), min(SPOT_CHECKS, rows.height))
+    kept_back: dict[int, RowStates] = {}
     summary: dict[str, Any] = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number}
     with publish(plan.key, summary=summary, location=plan.location) as (folder, artifact):
-        states = _states(
-            rows,
-            verifier=_verifier(verifier),
-            layers=layers,
-            final=config.store_final,
-            top_k=config.top_k,
-            batch_tokens=config.batch_tokens,
-            progress=progress,
-        )
+        options: dict[str, Any] = {"layers": layers, "final": config.store_final, "top_k": config.top_k}
+        batches = _batches(rows, verifier=loaded, batch_tokens=config.batch_tokens, greedy=config.greedy, **options)
+        states = _in_order(_ahead(batches), total=plan.tokens, progress=progress)
         counts: list[tuple[int, int]] = []
         left_out = write_shard(
             folder,
-            _counted(states, counts),
+            _counted(states, counts, checked=checked, kept_back=kept_back),
             ids=rows["id"].to_list(),
             lengths=lengths,
             num_taps=len(layers),
@@ -92,59 +117,129 @@ def extract_shard(
                 "target_layer_ids": layers,
                 "verifier": verifier.identity,
                 "verifier_dtype": verifier.dtype,
+                "greedy_ids": GREEDY_IDS[config.greedy],
             },
         )
         summary["left_out"] = [entry.row for entry in left_out]
+        for row in sorted(kept_back.keys() - set(summary["left_out"])):
+            if fault := spot_check(loaded, kept_back[row], layers=layers):
+                raise ValueError(f"shard {plan.name}: row {rows['id'][row]}: {fault}")
         kept = [count for row, count in enumerate(counts) if row not in summary["left_out"]]
         summary["supervised"], summary["on_policy"] = (sum(count[i] for count in kept) for i in (0, 1))
         summary["bytes"] = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    (artifact().path / DAMAGED_MANIFEST).unlink(missing_ok=True)
+        if config.storage:
+            destination = f"{config.storage}/{plan.key.inputs['extraction']}/shards/{plan.number:04d}"
+            summary["url"] = remote.move(folder, destination, record=folder / REMOTE).url
+        made = {MANIFEST, *(path.name for path in folder.iterdir())}
+    for path in artifact().path.iterdir():  # a manifest set aside, arrays that an object store has now
+        if path.name not in made:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     log.info("shard %s: %d rows, %d tokens, %d bytes", plan.name, rows.height, plan.tokens, summary["bytes"])
     for entry in left_out:
         log.warning("shard %s: row %s is left out: %s", plan.name, entry.id, entry.reason)
     return artifact()
 
 
-def _states(
+def _batches(
     rows: pl.DataFrame,
     *,
     verifier: Verifier,
-    layers: list[int],
+    layers: Sequence[int],
+    greedy: bool,
     final: bool,
     top_k: int,
     batch_tokens: int,
-    progress: Progress,
-) -> Iterator[RowStates]:
-    """The states of each row, in order. Padded on the right, where causal attention makes a mask unnecessary."""
-    lengths, done, total = rows["length"].to_list(), 0, int(rows["length"].sum())
-    for batch in padded_runs(lengths, batch_tokens):
+) -> Iterator[_Batch]:
+    """The states of the rows, in order. Padded on the right, where causal attention makes a mask unnecessary."""
+    for batch in padded_runs(rows["length"].to_list(), batch_tokens):
         part = rows[batch.start : batch.stop]
         ids = [torch.tensor(values) for values in part["input_ids"].to_list()]
+        masks = [torch.tensor(values) for values in part["loss_mask"].to_list()]
         padded_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        found = [output.cpu() for output in verifier.forward(padded_BT, layers=layers, final=final, top_k=top_k)]
-        features_BTF, greedy_BT, topk_ids_BTK, topk_logprobs_BTK, final_BTH = found
-        for i, (ids_T, mask) in enumerate(zip(ids, part["loss_mask"].to_list(), strict=True)):
-            length = len(ids_T)
-            yield RowStates(
-                features_BTF[i, :length],
+        outputs = verifier.forward(padded_BT, layers=layers, greedy=greedy, final=final, top_k=top_k)
+        if not greedy:
+            outputs = outputs._replace(greedy_BT=torch.nn.functional.pad(padded_BT[:, 1:], (0, 1)))
+        # from a GPU into pinned memory, while the next batch is computed
+        outputs = Outputs._make(output.to("cpu", non_blocking=True) for output in outputs)
+        copied = None
+        if verifier.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record(torch.cuda.current_stream(verifier.device))
+        states = [
+            RowStates(
+                outputs.features_BTF[i, : len(ids_T)],
                 ids_T,
-                torch.tensor(mask),
-                greedy_BT[i, :length],
-                final_BTH[i, :length] if final else None,
-                topk_ids_BTK[i, :length] if top_k else None,
-                topk_logprobs_BTK[i, :length] if top_k else None,
+                mask_T,
+                outputs.greedy_BT[i, : len(ids_T)],
+                outputs.final_BTH[i, : len(ids_T)] if final else None,
+                outputs.topk_ids_BTK[i, : len(ids_T)] if top_k else None,
+                outputs.topk_logprobs_BTK[i, : len(ids_T)] if top_k else None,
             )
-            done += length
+            for i, (ids_T, mask_T) in enumerate(zip(ids, masks, strict=True))
+        ]
+        yield _Batch(states, sum(map(len, ids)), copied)
+
+
+def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """The same items, each computed in a thread of its own while the one before it is in use."""
+    end: Any = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="verifier") as pool:
+        following = pool.submit(next, items, end)
+        while (item := following.result()) is not end:
+            following = pool.submit(next, items, end)
+            yield item
+
+
+def _in_order(batches: Iterator[_Batch], *, total: int, progress: Progress) -> Iterator[RowStates]:
+    done = 0
+    for batch in batches:
+        batch.wait()
+        yield from batch.rows
+        done += batch.num_tokens
         progress(done, total, f"{done:,} of {total:,} tokens")
 
 
-def _counted(states: Iterable[RowStates], counts: list[tuple[int, int]]) -> Iterator[RowStates]:
-    """The same states; adds for each how many tokens are supervised, and how many of them the verifier would choose."""
-    for row in states:
+def _counted(
+    states: Iterable[RowStates],
+    counts: list[tuple[int, int]],
+    *,
+    checked: Sequence[int],
+    kept_back: dict[int, RowStates],
+) -> Iterator[RowStates]:
+    """The same states; adds for each how many tokens are supervised, and how many of them the verifier would choose.
+
+    Copies of those to be `checked` are `kept_back`.
+    """
+    for number, row in enumerate(states):
         supervised_T = row.loss_mask_T[1:]
         chosen_T = (row.input_ids_T[1:] == row.greedy_ids_T[:-1])[supervised_T]
         counts.append((int(supervised_T.sum()), int(chosen_T.sum())))
+        if number in checked:
+            kept_back[number] = RowStates._make(None if part is None else part.clone() for part in row)
         yield row
+
+
+def spot_check(verifier: Verifier, row: RowStates, *, layers: Sequence[int]) -> str:
+    """How the states of a row differ from those that the verifier gives to it alone; empty where they agree."""
+    final = row.final_TH is not None
+    alone = verifier.forward(row.input_ids_T[None], layers=layers, greedy=False, final=final)
+    names = [f"layer {layer}" for layer in layers]
+    batched, exact = (
+        list(states_TF.split(verifier.hidden_size, -1)) for states_TF in (row.features_TF, alone.features_BTF[0].cpu())
+    )
+    if row.final_TH is not None:
+        names, batched, exact = [*names, "the final norm"], [*batched, row.final_TH], [*exact, alone.final_BTH[0].cpu()]
+    tolerance = TOLERANCE[str(verifier.dtype).removeprefix("torch.")]
+    for name, batched_TH, exact_TH in zip(names, batched, exact, strict=True):
+        error_T, norm_T = (x.float().norm(dim=-1) for x in (batched_TH - exact_TH, exact_TH))
+        error = (error_T / norm_T.clamp(min=1e-30)).mean().item()
+        if not error <= tolerance:  # nan is not
+            return (
+                f"alone, its states after {name} differ by {error:.2g} of their norm from those in a batch, at most "
+                f"{tolerance:g} is expected of {verifier.dtype}; set extraction.batch_tokens to 1, or choose another "
+                "verifier.attn_implementation"
+            )
+    return ""
 
 
 def seal(
@@ -167,6 +262,9 @@ def seal(
     supervised, on_policy = (sum(shard.summary[name] for shard in shards) for name in ("supervised", "on_policy"))
     states = {
         "features": FEATURES,
+        "greedy_ids": GREEDY_IDS[config.greedy],
+        "logits": loaded.logit_rule._asdict(),
+        "logits_are": LOGITS,
         "target_layer_ids": layers,
         "num_target_layers": verifier.num_layers,
         "hidden_size": verifier.hidden_size,
@@ -175,8 +273,9 @@ def seal(
         "top_k": config.top_k,
         "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
         "chat": corpus.summary["chat"],
-        # of the supervised tokens, those that the verifier would choose greedily: low where answers are not its own
-        "on_policy_share": on_policy / supervised,
+        # of the supervised tokens, those that the verifier would choose greedily: low where answers are not its own,
+        # and unknown where it was not asked
+        "on_policy_share": on_policy / supervised if config.greedy else None,
     }
     known = {name: record for shard in shards for name, record in _records(shard).items()}
     summary = {
@@ -187,7 +286,7 @@ def seal(
         "target_layer_ids": layers,
         "storage_dtype": config.storage_dtype,
         "on_policy_share": states["on_policy_share"],
-        "bytes": sum(record.size for record in known.values()),
+        "bytes": sum(shard.summary["bytes"] for shard in shards),
     }
     with publish(key, summary=summary, known=known) as (folder, artifact):
         index.write_parquet(folder / "index.parquet")
@@ -202,7 +301,8 @@ def seal(
         torch.cuda.empty_cache()
     progress(1, 1, f"{summary['tokens']:,} tokens")
     log.info("hidden states: %(rows)d rows, %(tokens)d tokens, %(bytes)d bytes, layers %(target_layer_ids)s", summary)
-    log.info("%.1f%% of the supervised tokens are the verifier's own greedy choice", 100 * summary["on_policy_share"])
+    if config.greedy:
+        log.info("%.1f%% of the supervised tokens are the verifier's own greedy choice", 100 * on_policy / supervised)
     return artifact()
 
 

@@ -107,7 +107,7 @@ def _train(
         max_steps=config.max_steps,
     )
     total = len(plan)
-    ends = Ends(store.frozen(), dtype=dtype, device=device)
+    ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
     shape = DrafterConfig.from_verifier(
         store.verifier_config,
         block_size=config.block_size,

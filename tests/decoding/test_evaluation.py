@@ -50,6 +50,7 @@ class Inputs:
         corpus = tokenize(tokenization, answered(generation, self.verifier)[1], self.verifier)
         self.hidden_states = self.extract(corpus, "float32")
         self.rounded = self.extract(corpus, "bfloat16")
+        self.fp8 = self.extract(corpus, "fp8")
         self.store = HiddenStates.open(self.hidden_states.path)
         self.ends = Ends(self.store.frozen(), dtype=torch.float32)
         drafter = self.new_drafter()
@@ -85,7 +86,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return Inputs(tmp_path_factory.mktemp("evaluation"))
 
 
-@pytest.mark.parametrize("stored", ["hidden_states", "rounded"])
+@pytest.mark.parametrize("stored", ["hidden_states", "rounded", "fp8"])
 def test_replay_and_live_decoding_agree_in_the_report(inputs: Inputs, stored: str) -> None:
     seen: list[tuple[float, float]] = []
 

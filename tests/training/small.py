@@ -68,6 +68,7 @@ def make_states(
         verifier = {"name": "small", "identity": "0" * 16, "dtype": "float32"}
         states = {"target_layer_ids": [1, 3], "storage_dtype": "float32", "verifier": verifier}
         states |= {"chat": {"template_sha256": None, "options": {}}, "on_policy_share": 1.0}
+        states |= {"logits": {"scale": 1.0, "softcap": None}}
         _write(folder, "states.json", states)
         _write(folder, "verifier_config.json", VERIFIER)
         save_file(frozen, folder / "verifier.safetensors")
