@@ -316,6 +316,34 @@ class ExtractionConfig(Config):
         description="Refuse before starting if the estimate is larger; 0 asks only for free space.",
         json_schema_extra=PRACTICAL,
     )
+    runner: Literal["inline", "ray", "dask"] = Field(
+        "inline",
+        title="Runner",
+        description="inline: one shard after another, in the run's process. ray, dask: on a cluster.",
+        json_schema_extra=PRACTICAL,
+    )
+    max_workers: int = Field(
+        1,
+        title="Workers",
+        ge=1,
+        description="Processes of a local Ray or Dask cluster, a shard at a time each. A running cluster has its own.",
+        json_schema_extra=PRACTICAL,
+    )
+    address: str = Field(
+        "",
+        title="Cluster",
+        description="Of a running Ray or Dask cluster, e.g. ray://head:10001 or tcp://scheduler:8786; empty starts a "
+        "local one for the run.",
+        json_schema_extra=PRACTICAL,
+    )
+
+    @model_validator(mode="after")
+    def _cluster_or_not(self) -> "ExtractionConfig":
+        if self.runner == "inline" and (self.address or self.max_workers > 1):
+            raise ValueError("address and max_workers are of a cluster; set runner to ray or dask")
+        if self.runner != "inline" and self.storage.startswith("memory:"):
+            raise ValueError(f"storage memory:// ends with its process, and {self.runner} has several; set a bucket")
+        return self
 
     @field_validator("target_layer_ids")
     @classmethod

@@ -16,11 +16,13 @@ from dflash.config import (
     TrainingConfig,
     VerifierConfig,
 )
+from dflash.hidden.planning import missing
 from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
+from flows.runners import CallAll, one_after_another, runner_of
 from flows.steps import CURRENT, RunRecord, Steps
 from tasks.evaluation import evaluation as evaluation_task
-from tasks.extraction import extract_shard, plan_extraction, seal_extraction
+from tasks.extraction import extract_shard, plan_extraction, probe_extraction, seal_extraction
 from tasks.generation import collect_prompts, generate_chunk, plan_generation, seal_generation
 from tasks.tokenization import tokenization as tokenization_task
 from tasks.training import training as training_task
@@ -43,20 +45,41 @@ def hidden_states(
     tokenization: TokenizationConfig,
     extraction: ExtractionConfig,
     contaminants: list[SourceConfig],
+    make_shards: CallAll,
     names: tuple[Step, Step, Step],
 ) -> Artifact:
     """Prompts to hidden states: the same three stages for the training prompts and for the evaluation set."""
-    generate, tokenize, extract = names
+    generate, tokenize, extraction_step = names
     prompts = steps.run(generate, collect_prompts, generation, contaminants)
     with steps.watch(generate):
         chunk_plans = plan_generation(generation, prompts, verifier, step=generate)
     chunks = steps.run_all(generate, generate_chunk, [(plan, generation, prompts, verifier) for plan in chunk_plans])
     conversations = steps.run(generate, seal_generation, generation, prompts, verifier, chunks)
     corpus = steps.run(tokenize, tokenization_task, tokenization, conversations, verifier)
-    with steps.watch(extract):
-        plans = plan_extraction(extraction, corpus, verifier, step=extract)
-    shards = steps.run_all(extract, extract_shard, [(plan, extraction, corpus, verifier) for plan in plans])
-    return steps.run(extract, seal_extraction, extraction, corpus, verifier, shards)
+    return extract(steps, extraction, corpus, verifier, make_shards=make_shards, step=extraction_step)
+
+
+def extract(
+    steps: Steps,
+    extraction: ExtractionConfig,
+    corpus: Artifact,
+    verifier: PinnedVerifier,
+    *,
+    make_shards: CallAll,
+    step: Step = "extraction",
+) -> Artifact:
+    """A corpus to hidden states: what is missing is estimated, then made, perhaps on a cluster."""
+    with steps.watch(step):
+        plans = plan_extraction(extraction, corpus, verifier, step=step)
+    to_make = plans if step in steps.refresh else missing(plans)
+    shards = steps.run_all(
+        step,
+        extract_shard,
+        [(plan, extraction, corpus, verifier) for plan in plans],
+        call_all=make_shards if to_make else one_after_another,  # no cluster is started to find all done
+        first=(probe_extraction, (to_make, extraction, corpus, verifier)) if to_make else None,
+    )
+    return steps.run(step, seal_extraction, extraction, corpus, verifier, shards)
 
 
 @flow(name="pipeline", flow_run_name=run_name)
@@ -95,6 +118,7 @@ def pipeline(
     record.flow_run_id = runtime.flow_run.id
     steps = Steps(record, refresh=refresh)
 
+    make_shards = runner_of(extraction, verifier)
     pinned = pin_verifier(settings)
     training_states = hidden_states(
         steps,
@@ -103,6 +127,7 @@ def pipeline(
         tokenization=tokenization,
         extraction=extraction,
         contaminants=evaluation.prompts,
+        make_shards=make_shards,
         names=("generation", "tokenization", "extraction"),
     )
     evaluation_states = hidden_states(
@@ -112,6 +137,7 @@ def pipeline(
         tokenization=settings.evaluation_tokenization(),
         extraction=extraction,
         contaminants=[],
+        make_shards=make_shards,
         names=("evaluation-generation", "evaluation-tokenization", "evaluation-extraction"),
     )
     drafter = steps.run("training", training_task, training, training_states)

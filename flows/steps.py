@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from dflash.config import Step
 from dflash.manifests import load_manifest
+from flows.runners import Call, CallAll, one_after_another
 
 
 class StepRecord(BaseModel):
@@ -50,15 +51,27 @@ class Steps:
         """One task as one step: its result, or its exception."""
         return self.run_all(step, task, [args], **kwargs)[0]
 
-    def run_all(self, step: Step, task: Task[..., Any], calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """Several calls of one task as (part of) one step. All are tried before the first failure is raised."""
+    def run_all(
+        self,
+        step: Step,
+        task: Task[..., Any],
+        calls: Sequence[tuple[Any, ...]],
+        *,
+        call_all: CallAll = one_after_another,
+        first: Call | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Several calls of one task as (part of) one step. All are tried before the first failure is raised.
+
+        `call_all` decides where they run, and calls `first` before them.
+        """
         if not calls:
             return []
         if step in self.refresh:
             task = task.with_options(refresh_cache=True)
         began, t0 = datetime.now(UTC), time.monotonic()
         with self.watch(step):
-            states = [task(*args, **kwargs, step=step, return_state=True) for args in calls]
+            states = call_all(task, calls, first=first, **kwargs, step=step)
             failed = [state for state in states if not state.is_completed()]
             if failed:
                 failed[0].result()  # raises

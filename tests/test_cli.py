@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dflash.config import Recipe
-from dflash.manifests import Key, publish
+from dflash.manifests import Key, find, publish
 from flows import recipes
 
 RECIPES = recipes.deployments(recipes.prefect_yaml())
@@ -103,18 +103,48 @@ def test_ls_of_a_fresh_root_is_empty(home: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == {"artifacts": []}
 
 
-def test_ls_check_reads_every_byte(home: Path) -> None:
-    with publish(Key(stage="training", recipe=1, config={}, inputs={}), summary={}) as (folder, artifact):
-        (folder / "weights").write_bytes(b"abc")
-    command = [sys.executable, "-m", "flows.cli", "ls", "--check"]
-    assert subprocess.run(command, capture_output=True).returncode == 0
-    file = artifact().path / "weights"
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True)
+
+
+def flip_a_byte_in_secret(file: Path) -> None:
+    """Of equal size and time, so that only a reader of all bytes can notice."""
     before = file.stat()
-    file.write_bytes(b"abd")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    done = subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", [["verify"], ["ls", "--check"]], ids=" ".join)
+def test_verify_reads_every_byte_and_sets_aside_what_is_damaged(home: Path, command: list[str]) -> None:
+    key = Key(stage="training", recipe=1, config={}, inputs={})
+    with publish(key, summary={}) as (folder, artifact):
+        (folder / "weights").write_bytes(b"abc")
+    assert run_cli(*command).returncode == 0
+    file = artifact().path / "weights"
+    flip_a_byte_in_secret(file)
+    assert find(key)
+    done = run_cli(*command)
     assert done.returncode == 1
     assert f"{file}: content differs from its checksum" in done.stderr
+    assert find(key) is None  # the next run makes it again
+
+
+def test_verify_says_what_it_found_as_json(home: Path) -> None:
+    with publish(Key(stage="training", recipe=1, config={}, inputs={}), summary={}) as (folder, artifact):
+        (folder / "weights").write_bytes(b"abc")
+    done = run_cli("verify", "--json")
+    (found,) = json.loads(done.stdout.splitlines()[-1])["artifacts"]
+    assert found == {
+        "stage": "training", "fingerprint": artifact().key, "part": "", "path": str(artifact().path), "bytes": 3,
+        "damage": "",
+    }  # fmt: skip
+    (artifact().path / "manifest.json").write_text("{")
+    done = run_cli("verify", "--json")
+    assert done.returncode == 1
+    (found,) = json.loads(done.stdout.splitlines()[-1])["artifacts"]
+    assert "unreadable" in found["damage"]
 
 
 def test_defaults_of_the_method() -> None:

@@ -32,7 +32,15 @@ class ShardPlan(BaseModel):
 
     @property
     def name(self) -> str:
-        return f"{self.number + 1} of {self.count}"
+        """`017/240 · 1.9M tokens`"""
+        return f"{self.number + 1:0{len(str(self.count))}}/{self.count} · {_short(self.tokens)} tokens"
+
+
+def _short(count: int) -> str:
+    for unit, size in (("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.2g}{unit}" if count < 10 * size else f"{count / size:.0f}{unit}"
+    return str(count)
 
 
 def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier) -> list[ShardPlan]:
@@ -69,6 +77,16 @@ def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVeri
     return plans
 
 
+def missing(plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """The shards that are not there. One that is there may yet turn out to be damaged."""
+    return [plan for plan in plans if not (home() / plan.location / MANIFEST).exists()]
+
+
+def longest_first(plans: Sequence[ShardPlan]) -> list[ShardPlan]:
+    """The order in which several workers are done soonest: what is left for last is small (Graham 1969, LPT)."""
+    return sorted(plans, key=lambda plan: (-plan.tokens, plan.number))
+
+
 def estimate(config: ExtractionConfig, tokens: int, verifier: PinnedVerifier) -> int:
     """Bytes of the hidden states of so many tokens: all that is stored of each, and the verifier's two ends."""
     num_taps = len(tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids))
@@ -83,8 +101,10 @@ def estimate(config: ExtractionConfig, tokens: int, verifier: PinnedVerifier) ->
 def check_space(config: ExtractionConfig, plans: Sequence[ShardPlan], verifier: PinnedVerifier) -> None:
     """Raises ValueError, with the numbers, where the whole exceeds the quota or the missing shards the free space."""
     whole = estimate(config, sum(plan.tokens for plan in plans), verifier)
-    missing = [plan for plan in plans if not (home() / plan.location / MANIFEST).exists()]
-    needed = estimate(config, sum(plan.tokens for plan in missing), verifier) if missing else 0
+    to_make = missing(plans)
+    if config.storage:
+        to_make = longest_first(to_make)[: config.max_workers]  # each is moved away before the next begins
+    needed = estimate(config, sum(plan.tokens for plan in to_make), verifier) if to_make else 0
     home().mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(home()).free
     remedy = "use fewer taps, fewer or shorter rows"

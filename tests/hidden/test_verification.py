@@ -1,0 +1,90 @@
+"""What `dflash verify` finds in hidden states, and what has to be made again after it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
+
+from dflash.config import ExtractionConfig
+from dflash.hidden.extraction import extract_shard, seal
+from dflash.hidden.planning import missing, plan_shards
+from dflash.manifests import MANIFEST, Artifact, Manifest, file_sha256, load_manifest
+from dflash.verification import verify_all
+
+CONFIG = ExtractionConfig(target_layer_ids=[0, 2], storage_dtype="float32", shard_tokens=60)
+
+
+class Extraction:
+    """An extraction of a few shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.verifier = pinned(save_verifier(folder))
+        self.corpus = make_corpus([9, 30, 12, 4, 25, 8, 16, 11, 40, 13])
+        self.plans = plan_shards(CONFIG, self.corpus, self.verifier)
+        self.artifact = self.seal([extract_shard(plan, CONFIG, self.corpus, self.verifier) for plan in self.plans])
+
+    def seal(self, shards: list[Artifact]) -> Artifact:
+        return seal(shards, CONFIG, self.corpus, self.verifier)
+
+    def damages(self) -> dict[str, str]:
+        return {verdict.part or verdict.stage: verdict.damage for verdict in verify_all() if verdict.damage}
+
+
+@pytest.fixture
+def extraction(tmp_path: Path, home: Path) -> Extraction:
+    return Extraction(tmp_path / "verifier")
+
+
+def test_all_that_is_whole_is_said_to_be(extraction: Extraction) -> None:
+    parts = [f"shards/{plan.number:04d}" for plan in extraction.plans]
+    verdicts = list(verify_all())
+    assert [verdict.part for verdict in verdicts] == [*parts, "", ""]
+    assert not any(verdict.damage for verdict in verdicts)
+    assert {verdict.bytes for verdict in verdicts if verdict.stage == "extraction" and not verdict.part} == {
+        load_manifest(extraction.artifact.path).nbytes
+    }
+
+
+def test_a_damaged_shard_alone_is_set_aside(extraction: Extraction) -> None:
+    shard = extraction.artifact.path / "shards" / "0001"
+    flip_a_byte(shard / "features" / "c" / "0" / "0", 20)
+    assert set(extraction.damages()) == {"shards/0001", "extraction"}
+    assert missing(extraction.plans) == [extraction.plans[1]]
+    redone = extract_shard(extraction.plans[1], CONFIG, extraction.corpus, extraction.verifier)
+    shards = [load_manifest(shard.parent / f"{plan.number:04d}").artifact() for plan in extraction.plans]
+    assert redone in shards
+    extraction.seal(shards)
+    assert not extraction.damages()
+
+
+def publish_again(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
+    manifest = load_manifest(folder)
+    (folder / MANIFEST).write_text(change(manifest).model_dump_json())
+
+
+def test_an_index_that_its_shards_do_not_bear_out_is_damage(extraction: Extraction) -> None:
+    path = extraction.artifact.path / "index.parquet"
+    index = pl.read_parquet(path)
+    index.with_columns(length=pl.col("length") - 1).write_parquet(path)
+    record = (
+        load_manifest(path.parent)
+        .files[path.name]
+        .model_copy(update={"size": path.stat().st_size, "sha256": file_sha256(path)})
+    )
+    publish_again(
+        path.parent, lambda manifest: manifest.model_copy(update={"files": manifest.files | {path.name: record}})
+    )
+    damages = extraction.damages()
+    assert set(damages) == {"extraction"}
+    assert "is not at" in damages["extraction"]
+    assert not missing(extraction.plans)
+
+
+def test_an_artifact_of_other_inputs_than_its_name_says_is_damage(extraction: Extraction) -> None:
+    publish_again(
+        extraction.artifact.path,
+        lambda manifest: manifest.model_copy(update={"inputs": manifest.inputs | {"corpus": "another"}}),
+    )
+    assert "which its inputs call extraction-" in extraction.damages()["extraction"]
