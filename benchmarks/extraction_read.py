@@ -4,8 +4,8 @@
 
 Synthetic rows, warm files. `memmap_read` is the speed of HiddenStates.stream, two reading threads, with every checksum
 verified, and `memmap_read_unverified` without, both over that of copying the same rows from one np.memmap into the same
-padded buffers on one thread; `safetensors_read` is the verified speed over that of a safetensors file per row.
-`one_thread` has the same without threads. The store also reads ids, masks and greedy choices, the others only features.
+padded buffers on one thread; `safetensors_read` is the verified speed over that of a safetensors file per row, which
+holds the same four tensors. `one_thread` has the same without threads. From the memmap come features alone.
 `bf16_bytes` and `fp8_bytes` are bytes on disk over those of bfloat16 features alone. The readers alternate; medians
 of the rounds' ratios.
 """
@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dflash.hidden.raw import read_attributes
-from dflash.hidden.store import HiddenStates, Row, RowStates, write_shard
+from dflash.hidden.store import ARRAYS, HiddenStates, Row, RowStates, write_shard
 
 
 def make_rows(lengths: Sequence[int], width: int) -> list[RowStates]:
@@ -64,7 +64,7 @@ def store_of(folder: Path, rows: list[RowStates], *, taps: int, hidden: int, sto
     index = [
         Row(str(i), "", "train", 0, n, n, 0, start) for i, (n, start) in enumerate(zip(lengths, starts, strict=False))
     ]
-    return HiddenStates(folder, info={}, rows=index, attributes=read_attributes(shard))
+    return HiddenStates(folder, info={}, rows=index, attributes=read_attributes(shard), remote=frozenset())
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
             file.write(row.features_TF.view(torch.uint8).numpy().data)
     mapped = np.memmap(folder / "flat", np.uint16, "r").reshape(-1, width)
     for i, row in enumerate(rows):
-        save_file({"features": row.features_TF}, folder / f"{i}.safetensors")
+        save_file(dict(zip(ARRAYS, row[:4], strict=False)), folder / f"{i}.safetensors")
     del rows
     order = random.Random(1).sample(range(len(lengths)), len(lengths))
     batches = [order[i : i + args.batch] for i in range(0, len(order), args.batch)]
@@ -127,6 +127,8 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
     def from_safetensors(i: int, out_TF: torch.Tensor) -> None:
         with safe_open(folder / f"{i}.safetensors", "pt") as file:
             out_TF.copy_(file.get_tensor("features"))
+            for memory, name in zip(buffers[1:4], ARRAYS[1:4], strict=True):
+                memory[: lengths[i]].copy_(file.get_tensor(name))
 
     def from_store(opened: HiddenStates, *, verify: bool) -> None:
         for batch in batches:

@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from dflash.decoding.replay import response_span
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.hidden.encoding import as_stored
 from dflash.hidden.store import RowStates
 from dflash.verifier import Verifier
 
@@ -45,13 +46,13 @@ def make_prompts(count: int, *, seed: int = 0) -> list[list[int]]:
 
 
 def make_row(
-    verifier: Verifier, prompt: list[int], response: list[int], *, dtype: torch.dtype = torch.float32
+    verifier: Verifier, prompt: list[int], response: list[int], *, storage_dtype: str = "float32"
 ) -> RowStates:
     """As extraction stores it."""
     ids_1T = torch.tensor([prompt + response])
     features_1TF, greedy_1T, *_ = verifier.forward(ids_1T, layers=LAYERS)
     supervised_T = torch.arange(ids_1T.shape[1]) >= len(prompt)
-    return RowStates(features_1TF[0].to(dtype).clone(), ids_1T[0], supervised_T, greedy_1T[0].clone())
+    return RowStates(as_stored(features_1TF[0], storage_dtype).clone(), ids_1T[0], supervised_T, greedy_1T[0].clone())
 
 
 def make_ends(verifier: Verifier) -> Ends:

@@ -1,7 +1,6 @@
 """Live decoding against the verifier alone, and against replay."""
 
 import pytest
-import torch
 from decoding_small import LAYERS, VOCAB, make_drafter, make_ends, make_prompts, make_row, make_verifier, teach
 
 from dflash.decoding.live import Decoded, Method, decode
@@ -21,7 +20,7 @@ def answer(
     method: Method,
     *,
     longest: int = LONGEST,
-    storage_dtype: torch.dtype = torch.float32,
+    storage_dtype: str = "float32",
 ) -> Decoded:
     return decode(
         verifier,
@@ -47,14 +46,14 @@ def test_greedy_decoding_with_any_drafter_equals_the_verifier(kind: str, seed: i
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-@pytest.mark.parametrize("storage_dtype", [torch.float32, torch.bfloat16])
-def test_replay_and_live_decoding_agree_on_every_round(kind: str, storage_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("storage_dtype", ["float32", "bfloat16", "fp8"])
+def test_replay_and_live_decoding_agree_on_every_round(kind: str, storage_dtype: str) -> None:
     verifier = make_verifier(kind, seed=2)
     ends = make_ends(verifier)
     prompts = make_prompts(24, seed=2)
     responses = verifier.generate(prompts, max_new_tokens=LONGEST)
     rows = [
-        make_row(verifier, prompt, response.ids, dtype=storage_dtype)
+        make_row(verifier, prompt, response.ids, storage_dtype=storage_dtype)
         for prompt, response in zip(prompts, responses, strict=True)
     ]
     drafter = make_drafter(verifier)
