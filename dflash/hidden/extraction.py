@@ -11,8 +11,9 @@ import logging
 import random
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -95,11 +96,21 @@ def extract_shard(
     checked = random.Random(str(plan.key)).sample(range(rows.height), min(SPOT_CHECKS, rows.height))
     kept_back: dict[int, RowStates] = {}
     summary: dict[str, Any] = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number}
-    with publish(plan.key, summary=summary, location=plan.location) as (folder, artifact):
-        options: dict[str, Any] = {"layers": layers, "final": config.store_final, "top_k": config.top_k}
-        batches = _batches(rows, verifier=loaded, batch_tokens=config.batch_tokens, greedy=config.greedy, **options)
-        states = _in_order(_ahead(batches), total=plan.tokens, progress=progress)
-        counts: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
+    batches = _batches(
+        rows,
+        verifier=loaded,
+        layers=layers,
+        greedy=config.greedy,
+        final=config.store_final,
+        top_k=config.top_k,
+        batch_tokens=config.batch_tokens,
+    )
+    with (
+        publish(plan.key, summary=summary, location=plan.location) as (folder, artifact),
+        closing(_ahead(batches)) as computed,
+    ):
+        states = _in_order(computed, total=plan.tokens, progress=progress)
         left_out = write_shard(
             folder,
             _counted(states, counts, checked=checked, kept_back=kept_back),
@@ -180,7 +191,7 @@ def _batches(
         yield _Batch(states, sum(map(len, ids)), copied)
 
 
-def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+def _ahead(items: Iterator[_Item]) -> Generator[_Item, None, None]:
     """The same items, each computed in a thread of its own while the one before it is in use."""
     end: Any = object()
     with ThreadPoolExecutor(1, thread_name_prefix="verifier") as pool:

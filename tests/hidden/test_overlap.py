@@ -87,7 +87,7 @@ def test_what_fails_on_either_side_is_raised_and_ends_the_other() -> None:
     items = _ahead(endless())
     with pytest.raises(OSError, match="disk full"):
         write()
-    items.close()  # type: ignore[attr-defined]
+    items.close()
     assert len(computed) <= 5
     assert not any(thread.name.startswith("verifier") for thread in threading.enumerate())
 
@@ -101,7 +101,7 @@ def test_bytes_do_not_depend_on_what_is_faster(verifier: PinnedVerifier, monkeyp
         return {name: (shard.path / name).read_bytes() for name in load_manifest(shard.path).files}
 
     overlapped = content()
-    monkeypatch.setattr(extraction, "_ahead", iter)
+    monkeypatch.setattr(extraction, "_ahead", lambda batches: batches)
     assert content() == overlapped
 
 
@@ -125,6 +125,7 @@ def test_a_shard_whose_rows_alone_have_other_states_fails_with_the_numbers(
         extract_shard(plan, CONFIG, corpus, verifier)
     assert "\n" not in str(caught.value)
     assert find(plan.key, location=plan.location) is None
+    assert not any(thread.name.startswith("verifier") for thread in threading.enumerate())
     alone = CONFIG.model_copy(update={"batch_tokens": 1})  # where there is nothing to mix up
     extract(alone, corpus, verifier)
 
