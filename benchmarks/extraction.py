@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--storage", default="bfloat16")
     parser.add_argument("--tokens", type=int, default=60_000)
+    parser.add_argument("--median", type=int, default=300, help="tokens of a row")
     parser.add_argument("--longest", type=int, default=1024)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=5)
@@ -89,7 +90,7 @@ def main() -> None:
 def measure(verifier: PinnedVerifier, args: argparse.Namespace, by_row: Path) -> dict[str, object]:
     rng, lengths = random.Random(0), []
     while sum(lengths) < args.tokens:
-        lengths.append(min(args.longest, max(16, round(rng.lognormvariate(5.7, 0.6)))))
+        lengths.append(min(args.longest, max(16, round(args.median * rng.lognormvariate(0, 0.6)))))
     corpus = random_corpus(lengths, verifier.vocab_size)
     ids = pl.read_parquet(corpus.path / "corpus.parquet")["input_ids"].to_list()
     num_taps = 5 if verifier.num_layers > 8 else 3

@@ -77,6 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, object]:
+    torch.set_num_threads(1)  # else copies would have more threads than are said
     width, rng, lengths = args.taps * args.hidden, random.Random(0), []
     while sum(lengths) * width * 2 < args.megabytes * 10**6:
         lengths.append(min(4096, max(16, round(rng.lognormvariate(6.5, 0.8)))))
