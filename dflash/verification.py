@@ -34,8 +34,10 @@ def verify_all() -> Iterator[Verdict]:
     ]
     parts: set[Path] = set()
     for folder in sorted(folders, key=lambda folder: (-len(folder.parts), folder)):
-        stage, fingerprint, *part = folder.relative_to(root).parts
-        verdict = Verdict(stage=stage, fingerprint=fingerprint, part="/".join(part), path=str(folder), bytes=0)
+        stage, *names = folder.relative_to(root).parts
+        fingerprint = next((name for name in names if name.startswith(f"{stage}-")), folder.name)
+        part = "/".join(name for name in names if name != fingerprint)
+        verdict = Verdict(stage=stage, fingerprint=fingerprint, part=part, path=str(folder), bytes=0)
         try:
             manifest = load_manifest(folder)
             verdict.bytes = manifest.nbytes

@@ -62,9 +62,15 @@ def runner_of(extraction: ExtractionConfig, verifier: VerifierConfig) -> CallAll
             with REQUESTS[name](context.task_runner, verifier):
                 return work.run()
 
-        ended = together(return_state=True)
-        if not work.states:
-            ended.result()  # raises: the cluster, or `first`
+        try:
+            ended = together(return_state=True)
+            if not work.states:
+                ended.result()  # raises: what is wrong with the cluster, or with `first`
+        except OSError as error:
+            if work.begun:
+                raise
+            place = extraction.address or f"a local {name} cluster"
+            raise ValueError(f"extraction.address: {place} does not answer ({error}); is it up?") from error
         return work.states
 
     return on_cluster
@@ -85,6 +91,7 @@ class Work:
         self.calls = calls
         self.first = first
         self.arguments = arguments
+        self.begun = False
         self.states: list[State[Any]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,6 +100,7 @@ class Work:
     def run(self) -> list[State[Any]]:
         """Submit all and wait for all. Raises what `first` raises."""
         assert self.task
+        self.begun = True
         if self.first:
             self.first[0].submit(*self.first[1], **self.arguments).result()
         futures = [self.task.submit(*call, **self.arguments) for call in self.calls]
