@@ -6,6 +6,7 @@ scale per token alone would leave little of those. Knows no files.
 T tokens, K taps, F features (taps x hidden size)
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 GROUP = 64  # channels that share a scale
 LARGEST = 448.0  # of e4m3
 SMALLEST_SCALE = 2.0**-126  # bfloat16's smallest normal number; smaller ones are too coarse to divide by
+AT_ONCE = 2**17  # numbers of fp8; what becomes of more would leave the cache before it is used
 
 ENCODINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {
@@ -45,7 +47,8 @@ def encode(states_TF: torch.Tensor, storage_dtype: str) -> np.ndarray:
 
 def encode_fp8(states_TF: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The numbers of the states, (T, F), and of their scales, (T, F / 64)."""
-    codes, scales = _quantise(states_TF)
+    parts = [_quantise(states_TF[block]) for block in _blocks(states_TF)]
+    codes, scales = (torch.cat(part) for part in zip(*parts, strict=True))
     return bits(codes.flatten(1), "uint8"), bits(scales.squeeze(-1), "uint16")
 
 
@@ -57,28 +60,30 @@ def code_memory(out_TF: torch.Tensor) -> np.ndarray:
 def decode_fp8(scales: np.ndarray, out_TF: torch.Tensor) -> None:
     """What `encode_fp8` gave, its codes in `code_memory(out_TF)`, into contiguous bfloat16 memory.
 
-    By a table, since PyTorch's conversion is slow, and a little at a time, so that nothing leaves the cache twice.
+    By a table, since PyTorch's conversion is slow.
     """
     codes, out, table = code_memory(out_TF), bits(out_TF, "int16"), bits(_E4M3_AS_BFLOAT16, "int16")
     factors = torch.from_numpy(scales).view(torch.bfloat16)[..., None]
-    step = max(1, 2**16 // out_TF.shape[1])
-    for start in range(0, len(out), step):
-        block = slice(start, start + step)
+    for block in _blocks(out_TF):
         np.take(table, codes[block].copy(), out=out[block], mode="clip")  # copied, as the last overlap what they become
         out_TF[block].unflatten(1, (-1, GROUP)).mul_(factors[block])
 
 
 def relative_errors(states_TF: torch.Tensor, codes: np.ndarray, scales: np.ndarray, *, num_taps: int) -> torch.Tensor:
     """|decoded - exact| / |exact| of every token and tap that is not zero."""
-    decoded_TF = torch.empty(states_TF.shape, dtype=torch.bfloat16)
-    code_memory(decoded_TF)[:] = codes
-    decode_fp8(scales, decoded_TF)
-    errors_TF = decoded_TF.to(states_TF.dtype).sub_(states_TF)
-    errors_TK, exact_TK = (
-        torch.linalg.vector_norm(x.unflatten(1, (num_taps, -1)), dim=-1, dtype=torch.float32)
-        for x in (errors_TF, states_TF)
-    )
-    return (errors_TK / exact_TK)[exact_TK > 0]
+    parts = []
+    for block in _blocks(states_TF):
+        exact_TF = states_TF[block]
+        decoded_TF = torch.empty(exact_TF.shape, dtype=torch.bfloat16)
+        code_memory(decoded_TF)[:] = codes[block]
+        decode_fp8(scales[block], decoded_TF)
+        errors_TF = decoded_TF.to(exact_TF.dtype).sub_(exact_TF)
+        errors_TK, exact_TK = (
+            torch.linalg.vector_norm(x.unflatten(1, (num_taps, -1)), dim=-1, dtype=torch.float32)
+            for x in (errors_TF, exact_TF)
+        )
+        parts.append((errors_TK / exact_TK)[exact_TK > 0])
+    return torch.cat(parts)
 
 
 def as_stored(states: torch.Tensor, storage_dtype: str) -> torch.Tensor:
@@ -92,6 +97,12 @@ def as_stored(states: torch.Tensor, storage_dtype: str) -> torch.Tensor:
 def bits(tensor: torch.Tensor, dtype: str | np.dtype) -> np.ndarray:
     """The memory of a tensor whose last dimension is contiguous, as numbers of a type of the same width."""
     return tensor.view(torch.uint8).numpy().view(dtype)
+
+
+def _blocks(states_TF: torch.Tensor) -> Iterator[slice]:
+    """Runs of tokens that stay in the processor's cache."""
+    tokens = max(1, AT_ONCE // states_TF.shape[1])
+    return (slice(start, start + tokens) for start in range(0, len(states_TF), tokens))
 
 
 def _quantise(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
