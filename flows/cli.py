@@ -143,10 +143,7 @@ def plan(recipe: RecipeName, changes: Changes = None, as_json: Json = False) -> 
 
 
 @app.command("ls")
-def list_artifacts(
-    check: Annotated[bool, typer.Option("--check", help="Then do what verify does.")] = False,
-    as_json: Json = False,
-) -> None:
+def list_artifacts(as_json: Json = False) -> None:
     """List the artifacts: stage, fingerprint, size, age and what they were made from."""
     table = _table("stage", "fingerprint", "size", "age", "inputs", title=str(manifests.home()))
     rows = []
@@ -167,8 +164,6 @@ def list_artifacts(
     out.print(table)
     if as_json:
         print(json.dumps({"artifacts": rows}), flush=True)
-    if check:
-        verify(as_json=False)
 
 
 @app.command()

@@ -116,16 +116,15 @@ def flip_a_byte_in_secret(file: Path) -> None:
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("command", [["verify"], ["ls", "--check"]], ids=" ".join)
-def test_verify_reads_every_byte_and_sets_aside_what_is_damaged(home: Path, command: list[str]) -> None:
+def test_verify_reads_every_byte_and_sets_aside_what_is_damaged(home: Path) -> None:
     key = Key(stage="training", recipe=1, config={}, inputs={})
     with publish(key, summary={}) as (folder, artifact):
         (folder / "weights").write_bytes(b"abc")
-    assert run_cli(*command).returncode == 0
+    assert run_cli("verify").returncode == 0
     file = artifact().path / "weights"
     flip_a_byte_in_secret(file)
     assert find(key)
-    done = run_cli(*command)
+    done = run_cli("verify")
     assert done.returncode == 1
     assert f"{file}: content differs from its checksum" in done.stderr
     assert find(key) is None  # the next run makes it again
