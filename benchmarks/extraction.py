@@ -97,7 +97,7 @@ def measure(verifier: PinnedVerifier, args: argparse.Namespace, by_row: Path) ->
     config = ExtractionConfig(num_taps=num_taps, storage_dtype=args.storage, batch_tokens=args.batch_tokens)
     plans = plan_shards(config, corpus, verifier)
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
-    loaded = extraction._verifier(verifier)
+    loaded = extraction.loaded_verifier(verifier)
     by_row.mkdir()
     batches = [batch for plan in plans for batch in padded_batches(plan, ids, max_tokens=args.batch_tokens)]
 

@@ -79,6 +79,6 @@ def _check_lengths(folder: Path) -> None:
     for row in states.rows:
         if row.shard not in rows:
             count = load_manifest(folder / "shards" / f"{row.shard:04d}").summary["rows"]
-            rows[row.shard] = set(pairwise(states._array(row.shard, "offsets").read(0, count + 1).tolist()))
+            rows[row.shard] = set(pairwise(states.array(row.shard, "offsets").read(0, count + 1).tolist()))
         if (row.start, row.start + row.length) not in rows[row.shard]:
             raise Damaged(f"{folder}: row {row.id} is not at {row.start} in shard {row.shard}; seal the shards again")

@@ -114,7 +114,7 @@ def test_a_shard_that_fails_is_tried_again_and_later_redone_alone(extraction: Ex
 @task(persist_result=False)
 def load_and_count(number: int, verifier: Any) -> tuple[int, int]:
     """Which process this is, and how often it has loaded a verifier."""
-    library._verifier(verifier)
+    library.loaded_verifier(verifier)
     return os.getpid(), library._load.cache_info().misses
 
 

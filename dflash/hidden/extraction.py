@@ -55,7 +55,6 @@ class _Batch(NamedTuple):
     """What the verifier said to some rows. Its numbers may be used when `wait` has returned."""
 
     rows: list[RowStates]
-    num_tokens: int
     copied: torch.cuda.Event | None
 
     def wait(self) -> None:
@@ -68,7 +67,7 @@ def _load(pinned: PinnedVerifier) -> Verifier:
     return load_verifier(pinned)
 
 
-def _verifier(pinned: PinnedVerifier) -> Verifier:
+def loaded_verifier(pinned: PinnedVerifier) -> Verifier:
     """Loaded once per process, until the seal."""
     with _loading:
         return _load(pinned)
@@ -92,7 +91,7 @@ def extract_shard(
         from dflash.hidden import remote  # loads zarr, which others do without
 
         remote.check_storage(config.storage)
-    loaded = _verifier(verifier)
+    loaded = loaded_verifier(verifier)
     checked = random.Random(str(plan.key)).sample(range(rows.height), min(SPOT_CHECKS, rows.height))
     kept_back: dict[int, RowStates] = {}
     summary: dict[str, Any] = {"rows": rows.height, "tokens": plan.tokens, "shard": plan.number}
@@ -188,7 +187,7 @@ def _batches(
             )
             for i, (ids_T, mask_T) in enumerate(zip(ids, masks, strict=True))
         ]
-        yield _Batch(states, sum(map(len, ids)), copied)
+        yield _Batch(states, copied)
 
 
 def _ahead(items: Iterator[_Item]) -> Generator[_Item, None, None]:
@@ -206,7 +205,7 @@ def _in_order(batches: Iterator[_Batch], *, total: int, progress: Progress) -> I
     for batch in batches:
         batch.wait()
         yield from batch.rows
-        done += batch.num_tokens
+        done += sum(len(row.input_ids_T) for row in batch.rows)
         progress(done, total, f"{done:,} of {total:,} tokens")
 
 
@@ -266,7 +265,7 @@ def seal(
     assert [shard.key for shard in shards] == [str(plan.key) for plan in plans], "the shards of another plan"
     key = extraction_key(config, corpus, verifier)
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
-    loaded = _verifier(verifier)
+    loaded = loaded_verifier(verifier)
     whole = _index(pl.scan_parquet(corpus.path / "corpus.parquet").drop("input_ids", "loss_mask").collect(), plans)
     left_out = {plan.rows[i] for plan, shard in zip(plans, shards, strict=True) for i in shard.summary["left_out"]}
     index = whole[[row for row in range(whole.height) if row not in left_out]]

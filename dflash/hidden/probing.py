@@ -31,7 +31,7 @@ def seconds_per_token(
     ids = [torch.tensor(values) for values in chosen["input_ids"].to_list()]
     padded_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
-    loaded = extraction._verifier(verifier)  # the one that the shards made in this process will use
+    loaded = extraction.loaded_verifier(verifier)  # the one that the shards made in this process will use
 
     def seconds(input_ids_BT: torch.Tensor) -> float:
         t0 = time.perf_counter()

@@ -181,13 +181,12 @@ class RemoteArray:
         self._record = record
         self._url = f"{load(record).url}/{name}"
         with self._errors():
-            self.dtype = _open(self._url).dtype.newbyteorder("<")
+            array = _open(self._url)
+        self.dtype, self._row_shape = array.dtype.newbyteorder("<"), array.shape[1:]
 
     def read(self, start: int, stop: int, *, verify: bool = True) -> np.ndarray:
         """Rows [start, stop) in memory of their own."""
-        with self._errors():
-            array = _open(self._url)
-        out = np.empty((stop - start, *array.shape[1:]), self.dtype)
+        out = np.empty((stop - start, *self._row_shape), self.dtype)
         self.read_into(start, out, verify=verify)
         return out
 

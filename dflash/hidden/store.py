@@ -371,6 +371,18 @@ class HiddenStates:
         """The verifier's `embed_tokens.weight`, `norm.weight` and, where it is not tied, `lm_head.weight`."""
         return load_file(self.folder / "verifier.safetensors")
 
+    def array(self, shard: int, name: str) -> "ArrayReader | RemoteArray":
+        """One array of a shard, as it is stored."""
+        if (shard, name) not in self._arrays:
+            folder = self._shard_folder(shard)
+            if folder.name in self._remote:
+                from dflash.hidden.remote import RemoteArray  # loads zarr, which others do without
+
+                self._arrays[shard, name] = RemoteArray(folder / REMOTE, name)
+            else:
+                self._arrays[shard, name] = ArrayReader(folder / name)
+        return self._arrays[shard, name]
+
     def read(self, row_number: int) -> RowStates:
         """The states of one row of `rows`, every byte checked against its CRC; raises Damaged naming the shard."""
         states = self._memory(self.rows[row_number].length, pinned=False)
@@ -463,10 +475,10 @@ class HiddenStates:
             for name, tensor in zip(ARRAYS, out, strict=True):
                 if tensor is None:
                     continue
-                array = self._array(row.shard, name)
+                array = self.array(row.shard, name)
                 if name == "features" and self._attributes["storage_dtype"] == "fp8":
                     array.read_into(row.start, code_memory(tensor), verify=verify)
-                    decode_fp8(self._array(row.shard, "scales").read(row.start, stop, verify=verify), tensor)
+                    decode_fp8(self.array(row.shard, "scales").read(row.start, stop, verify=verify), tensor)
                 elif tensor.dtype == torch.int64:
                     tensor.copy_(torch.from_numpy(array.read(row.start, stop, verify=verify)))
                 else:
@@ -476,17 +488,6 @@ class HiddenStates:
 
     def _shard_folder(self, number: int) -> Path:
         return self.folder / "shards" / f"{number:04d}"
-
-    def _array(self, shard: int, name: str) -> "ArrayReader | RemoteArray":
-        if (shard, name) not in self._arrays:
-            folder = self._shard_folder(shard)
-            if folder.name in self._remote:
-                from dflash.hidden.remote import RemoteArray  # loads zarr, which others do without
-
-                self._arrays[shard, name] = RemoteArray(folder / REMOTE, name)
-            else:
-                self._arrays[shard, name] = ArrayReader(folder / name)
-        return self._arrays[shard, name]
 
 
 def _check_attributes(shard: Path, attributes: Mapping[str, Any], known: dict[str, Any]) -> None:

@@ -240,7 +240,7 @@ def test_hidden_states_that_cannot_be_used_leave_nothing(
     plan = plan_shards(CONFIG, corpus, verifier)[0]
     broken = load_verifier(verifier)
     broken.decoder.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
-    monkeypatch.setattr(extraction, "_verifier", lambda _: broken)
+    monkeypatch.setattr(extraction, "loaded_verifier", lambda _: broken)
     with pytest.raises(ValueError, match=r"row row\d\d: hidden states are not finite"):
         extract_shard(plan, CONFIG, corpus, verifier)
     assert find(plan.key, location=plan.location) is None

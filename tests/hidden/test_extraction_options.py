@@ -93,7 +93,7 @@ def test_a_row_without_usable_states_is_in_the_ledger_and_not_in_the_index(
     config = CONFIG.model_copy(update={"max_left_out_share": 0.5, "shard_tokens": 61})
     loaded = load_verifier(verifier)
     loaded.__class__ = Stumbling
-    monkeypatch.setattr(extraction, "_verifier", lambda _: loaded)
+    monkeypatch.setattr(extraction, "loaded_verifier", lambda _: loaded)
     artifact = extract(config, corpus, verifier)
     states = HiddenStates.open(artifact.path)
     assert [row.id for row in states.rows] == [row.id for row in whole.rows if row.length != 16]

@@ -42,7 +42,7 @@ def extract(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier
 def replace_verifier(patch: pytest.MonkeyPatch, verifier: PinnedVerifier, kind: type[Verifier]) -> Verifier:
     loaded = load_verifier(verifier)
     loaded.__class__ = kind
-    patch.setattr(extraction, "_verifier", lambda _: loaded)
+    patch.setattr(extraction, "loaded_verifier", lambda _: loaded)
     return loaded
 
 

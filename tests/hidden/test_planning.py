@@ -78,7 +78,7 @@ def test_the_probe_is_a_batch_of_the_longest_rows_and_a_small_part_of_the_work(
     config = CONFIG.model_copy(update={"batch_tokens": batch_tokens})
     loaded = load_verifier(verifier)
     loaded.__class__ = Watched
-    monkeypatch.setattr(extraction, "_verifier", lambda _: loaded)
+    monkeypatch.setattr(extraction, "loaded_verifier", lambda _: loaded)
     shapes.clear()
     assert seconds_per_token(plan_shards(config, corpus, verifier), config, corpus, verifier) > 0
     assert shapes[1:] == [shape]
