@@ -200,9 +200,6 @@ class Verifier:
         greedy_P, ids_PK, logprobs_PK = (torch.cat(part).to(self.device) for part in zip(*parts, strict=True))
         return greedy_P.view(shape), ids_PK.view(*shape, top_k), logprobs_PK.view(*shape, top_k)
 
-    def _greedy(self, hidden_BTH: torch.Tensor) -> torch.Tensor:
-        return self._choose(hidden_BTH, top_k=0)[0]
-
     @torch.no_grad()
     def generate(
         self,
@@ -247,7 +244,7 @@ class Verifier:
                 logits_BV = self.logits(hidden_BTH[:, -1])
                 chosen = draw(logits_BV, draws_BN[running, step], temperature=temperature, top_p=top_p).tolist()
             else:
-                chosen = self._greedy(hidden_BTH[:, -1:])[:, 0].tolist()
+                chosen = self._choose(hidden_BTH[:, -1:], top_k=0)[0][:, 0].tolist()
             for row, token in zip(running, chosen, strict=True):
                 answers[row].append(token)
             alive = [i for i, token in enumerate(chosen) if token not in self.eos_ids]
