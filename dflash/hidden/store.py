@@ -344,7 +344,11 @@ class HiddenStates:
         ValueError for shards of another format, or that do not belong together.
         """
         manifest = load_manifest(folder)
-        info = json.loads((folder / "states.json").read_text())
+        described = folder / "states.json"
+        try:
+            info = json.loads(described.read_bytes())
+        except (FileNotFoundError, ValueError) as error:
+            raise Damaged(f"{described}: unreadable ({error}); run the extraction stage again") from None
         known = {
             "storage_dtype": info["storage_dtype"],
             "target_layer_ids": info["target_layer_ids"],

@@ -422,3 +422,13 @@ def test_shards_of_another_format_or_artifact_are_refused_with_the_reason(
     assert not isinstance(caught.value, Damaged)
     assert "\n" not in str(caught.value)
     assert (path / "shards/0001" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_description_that_cannot_be_read_is_damage(content: str | None) -> None:
+    path = make_artifact()
+    (path / "states.json").unlink()
+    if content is not None:
+        (path / "states.json").write_text(content)
+    with pytest.raises(Damaged, match=r"states.json: unreadable .* run the extraction stage again"):
+        HiddenStates.open(path)
