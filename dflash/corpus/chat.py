@@ -136,8 +136,8 @@ class Chat:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not places:
             raise Rejected("no_supervised", "the conversation has no assistant message")
-        num_answers = len(places)
-        places = places[-1:] if last else places
+        first = len(places) - 1 if last else 0
+        places = places[first:]
         before = [messages[:place] for place in places]
         prompts = self._render(before, tools, prompt=True)
         wholes = self._render([messages[: place + 1] for place in places], tools, prompt=False)
@@ -147,10 +147,10 @@ class Chat:
         on = self._variables.get("enable_thinking", True)
         if mask_empty_thinking and on and "enable_thinking" in template.variables:
             unthinking = [text for text, _ in self._render(before, tools, prompt=True, enable_thinking=False)]
-        first = num_answers - len(places)
+        parts = zip(places, prompts, wholes, unthinking, strict=True)
         return [
-            _answer(messages[place], first + i, *prompt, *whole, marked=template.marked, unthinking=opening)
-            for i, (place, prompt, whole, opening) in enumerate(zip(places, prompts, wholes, unthinking, strict=True))
+            _answer(messages[place], turn, *prompt, *whole, marked=template.marked, unthinking=opening)
+            for turn, (place, prompt, whole, opening) in enumerate(parts, start=first)
         ]
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
@@ -359,19 +359,17 @@ def rows_of(
     return [made if fault is None else fault for fault, made in zip(outcome, rows, strict=True)]
 
 
-def rows_of_turns(turns: Sequence[Turn], *, turns_mode: str) -> list[Row]:
-    """Rows of answers as they were served, in order; the ids stay as they are. `turns_mode` as in `rows_of`.
+def rows_of_turns(served: Sequence[Turn], *, turns: str) -> list[Row]:
+    """Rows of answers as they were served, in order; the ids stay as they are. `turns` as in `rows_of`.
 
     Merged only where every prompt repeats the ids of the prompt and the answer before it.
     """
-    if not turns:
-        return []
-    ids = [turn.prompt_ids + turn.response_ids for turn in turns]
-    spans = [(len(turn.prompt_ids), len(whole)) for turn, whole in zip(turns, ids, strict=True)]
-    if turns_mode == "last":
-        return [Row(ids[-1], spans[-1:], len(turns) - 1)]
-    repeated = (turn.prompt_ids[: len(whole)] == whole for whole, turn in zip(ids, turns[1:], strict=False))
-    if turns_mode == "merge" and all(repeated):
+    ids = [turn.prompt_ids + turn.response_ids for turn in served]
+    spans = [(len(turn.prompt_ids), len(whole)) for turn, whole in zip(served, ids, strict=True)]
+    if turns == "last":
+        return [Row(ids[-1], spans[-1:], len(served) - 1)]
+    repeated = (turn.prompt_ids[: len(whole)] == whole for whole, turn in zip(ids, served[1:], strict=False))
+    if turns == "merge" and all(repeated):
         return [Row(ids[-1], spans)]
     return [Row(whole, [span], turn) for turn, (whole, span) in enumerate(zip(ids, spans, strict=True))]
 
