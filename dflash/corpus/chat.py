@@ -11,27 +11,19 @@ opening of an answer), `whole` the text with the answer. Everything is made of t
 """
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from dflash.corpus.records import Message, Rejected, Row, Turn
+from dflash.corpus.templates import Template, read_template
 from dflash.pinning import PinnedVerifier
 
-log = logging.getLogger(__name__)
-
 Conversations = Sequence[tuple[list[Message], list[dict[str, Any]] | None]]
-
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-"""Names in a template that Transformers gives a value, so that no option may."""
 
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template, being code, may raise at a conversation it was not written for."""
@@ -84,8 +76,8 @@ class Chat:
         self.system_prompt = system_prompt
         self.eos_ids = frozenset([*eos_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
         # some tokenizers have a template of its own for conversations with tools
-        self._plain = _read_template(tokenizer.get_chat_template(template))
-        self._with_tools = _read_template(tokenizer.get_chat_template(template, tools=[{}]))
+        self._plain = read_template(tokenizer.get_chat_template(template))
+        self._with_tools = read_template(tokenizer.get_chat_template(template, tools=[{}]))
         texts = dict.fromkeys([self._plain.text, self._with_tools.text])
         self.template_sha256 = hashlib.sha256("\n".join(texts).encode()).hexdigest()
         _check_variables(variables or {}, self._plain.variables | self._with_tools.variables, tokenizer)
@@ -257,7 +249,7 @@ class Chat:
             prepared.insert(0, {"role": "system", "content": self.system_prompt})
         return prepared
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> "_Template":
+    def _template(self, tools: list[dict[str, Any]] | None) -> Template:
         return self._with_tools if tools else self._plain
 
     def _render(
@@ -418,56 +410,6 @@ def _ends_in(said: str, text: str, *, before: str) -> bool:
     said, text, before = ("".join(part.split()) for part in (said, text, before))
     place = (before + text).rfind(said)
     return place >= 0 and place + len(said) > len(before)
-
-
-class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, around what the assistant says; a `Scope` in the parsed template."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-@lru_cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """Its Jinja text, the variables it reads that are not always given, and whether it has generation markers."""
-
-    text: str
-    variables: frozenset[str]
-    marked: bool
-
-
-def _read_template(text: str) -> _Template:
-    try:
-        parsed = _environment().parse(text)
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"the chat template is malformed: line {error.lineno}: {error.message}; correct verifier.template, or the "
-            "verifier's chat_template.jinja"
-        ) from None
-    read = meta.find_undeclared_variables(parsed)
-    if "strftime_now" in read:
-        log.warning("the chat template may write today's date; ids then depend on the day they are made")
-    variables = frozenset(read - GIVEN - set(_environment().globals) - _locals(parsed))
-    return _Template(text, variables, parsed.find(nodes.Scope) is not None)
-
-
-def _locals(parsed: nodes.Template) -> set[str]:
-    """Names that the template sets before it reads them: Jinja counts those as read where a branch sets them."""
-    first: dict[str, str] = {}
-    for node in parsed.find_all((nodes.Assign, nodes.Name)):
-        # the value of an assignment is read before its target is set
-        inside = nodes.Output([node.node]) if isinstance(node, nodes.Assign) else nodes.Output([node])
-        for name in inside.find_all(nodes.Name):
-            first.setdefault(name.name, name.ctx)
-    return {name for name, use in first.items() if use == "store"}
 
 
 def _check_variables(variables: dict[str, Any], known: frozenset[str], tokenizer: Any) -> None:
