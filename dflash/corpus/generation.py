@@ -216,7 +216,7 @@ def _filled(messages: list[Message], answers: list[Message]) -> list[Message]:
 
 
 def _dialogues(window: pl.DataFrame) -> dict[str, _Dialogue]:
-    """By id: equal conversations, where duplicates are not removed, are answered once."""
+    """By id, of which collection gives each conversation its own."""
     dialogues = {}
     for row in window.select("id", "origin", "source", "messages", "tools").iter_rows(named=True):
         messages = json.loads(row["messages"])

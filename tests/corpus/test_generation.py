@@ -318,16 +318,6 @@ def test_a_verifier_that_answers_nothing_leaves_no_chunk(odd_verifier: PinnedVer
     assert not list((home() / "artifacts" / "generation").rglob("manifest.json"))
 
 
-def test_equal_conversations_are_answered_once_and_kept_as_often_as_they_are_there(verifier: PinnedVerifier) -> None:
-    rows = multi_turns(6)
-    doubled = [rows[0], rows[2], rows[2], rows[1], rows[2], *rows[3:], rows[0]]
-    artifact = generate(CONFIG, make_prompts(doubled), verifier)
-    assert artifact.summary["rows"] == len(doubled)
-    single = sealed(generate(CONFIG, make_prompts(rows), verifier))
-    expected = pl.concat([single.filter(id=row["id"]) for row in doubled])
-    assert sealed(artifact).equals(expected)
-
-
 def test_appended_prompts_leave_earlier_chunks_as_they_are(verifier: PinnedVerifier) -> None:
     rows = single_turns(40)
     config = change(CONFIG, chunk_prompts=4)
