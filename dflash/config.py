@@ -408,4 +408,12 @@ class Recipe(Config):
     def evaluation_tokenization(self) -> TokenizationConfig:
         """Rows of the evaluation set are neither truncated nor split, and each holds one answer."""
         longest = self.evaluation.max_prompt_tokens + self.evaluation.max_new_tokens
-        return TokenizationConfig(max_length=longest, min_supervised=1, turns="each", validation_share=0, num_buckets=1)
+        return TokenizationConfig(
+            max_length=longest,
+            min_supervised=1,
+            turns="each",
+            validation_share=0,
+            num_buckets=1,
+            max_dropped_share=self.tokenization.max_dropped_share,
+            workers=self.tokenization.workers,
+        )
