@@ -42,6 +42,9 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
     assert recipe.evaluation.budgets == [8, 32]
     assert recipe.training.learning_rate == 6e-4
     assert recipes.load_recipe("pipeline/demo") == recipes.load_recipe("demo")
+    recipe = recipes.load_recipe("demo", ["verifier.thinking=on", "generation.deduplicate=off"])  # booleans in YAML
+    assert (recipe.verifier.thinking, recipe.generation.deduplicate) == ("on", "off")
+    assert recipe.generation.decontaminate is True
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,13 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
         (["run", "demo", "--set", "training.block_size=1"], ["training.block_size", "greater than or equal to 2"]),
         (["run", "demo", "--set", "evaluation.budgets=[64, 16]"], ["evaluation.budgets", "ascending"]),
         (["run", "demo", "--set", "tokenization.max_length=16"], ["tokenization.max_length", "block"]),
+        (
+            ["run", "demo", "--set", "generation.prompts=[{path: p, weigth: 1}]"],
+            ["generation.prompts.0.weigth", "weight"],
+        ),
+        (["run", "demo", "--set", "generation.prompts=[{path: p, weight: .inf}]"], ["prompts.0.weight", "finite"]),
+        (["run", "demo", "--set", "generation.base_url=ftp://x"], ["generation.base_url", "ftp://x", "http://"]),
+        (["run", "demo", "--set", "generation.deduplicate=on"], ["generation.deduplicate", "near", "'on'"]),
         (["run", "demo", "--refresh", "trainin"], ["trainin", "training", "evaluation-extraction"]),
         (["plan", "demo", "--set", "verifier.model=nowhere"], ["verifier.model", "nowhere"]),
         (["plan", "demo", "--set", "verifier.model=bundled:nothing"], ["bundled:nothing", "bundled:demo-verifier"]),
