@@ -68,6 +68,7 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
         (["run", "demo", "--set", "generation.base_url=ftp://x"], ["generation.base_url", "ftp://x", "http://"]),
         (["run", "demo", "--set", "generation.deduplicate=on"], ["generation.deduplicate", "near", "'on'"]),
         (["run", "demo", "--refresh", "trainin"], ["trainin", "training", "evaluation-extraction"]),
+        (["run", "demo", "--set", "verifier.template_options={mod: 1}"], ["template_options", "read mod", "it knows"]),
         (["plan", "demo", "--set", "verifier.model=nowhere"], ["verifier.model", "nowhere"]),
         (["plan", "demo", "--set", "verifier.model=bundled:nothing"], ["bundled:nothing", "bundled:demo-verifier"]),
         (["plan", "demo", "--set", "generation.prompts=[nothing.jsonl]"], ["nothing.jsonl", "prompt file"]),
@@ -87,6 +88,25 @@ def test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(arguments: 
     assert lines[0].startswith("error: ")
     for part in parts:
         assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("\n{% for %}", ["malformed", "line 2"]),
+        ("{{ messages | nonsense }}", ["malformed", "line 1", "nonsense"]),
+        ("", ["empty", "verifier.template"]),
+        ("caf\xe9", ["own.jinja", "UTF-8"]),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_before_anything_runs(
+    home: Path, tmp_path: Path, template: str, parts: list[str]
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_bytes(template.encode("latin-1"))
+    test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(
+        ["run", "demo", "--set", f"verifier.template={own}"], parts
+    )
 
 
 def test_plan_of_a_fresh_root_says_what_would_run_and_why(home: Path) -> None:

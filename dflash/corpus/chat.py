@@ -11,6 +11,7 @@ opening of an answer), `whole` the text with the answer. Everything is made of t
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,8 +21,10 @@ from typing import Any
 from jinja2 import TemplateError
 
 from dflash.corpus.records import Message, Rejected, Row, Turn
-from dflash.corpus.templates import Template, read_template
+from dflash.corpus.templates import Template, check_variables, read_template
 from dflash.pinning import PinnedVerifier
+
+log = logging.getLogger(__name__)
 
 Conversations = Sequence[tuple[list[Message], list[dict[str, Any]] | None]]
 
@@ -80,7 +83,9 @@ class Chat:
         self._with_tools = read_template(tokenizer.get_chat_template(template, tools=[{}]))
         texts = dict.fromkeys([self._plain.text, self._with_tools.text])
         self.template_sha256 = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-        _check_variables(variables or {}, self._plain.variables | self._with_tools.variables, tokenizer)
+        check_variables(variables or {}, [self._plain, self._with_tools])
+        if "strftime_now" in self._plain.given | self._with_tools.given:
+            log.warning("the chat template may write today's date; ids then depend on the day they are made")
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {})}
         self._render_jinja: Any = render_jinja_template
         self._fast = tokenizer.backend_tokenizer
@@ -99,7 +104,10 @@ class Chat:
 
     def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Its token ids, as serving makes them. Raises Rejected where the template refuses the conversation."""
-        return list(self._fast.encode(self.prompt_text(messages, tools), add_special_tokens=False).ids)
+        ids = list(self._fast.encode(self.prompt_text(messages, tools), add_special_tokens=False).ids)
+        if not ids:
+            raise Rejected("template_error", "the verifier's chat template makes an empty prompt of the conversation")
+        return ids
 
     def message_of(self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> Message:
         """An answer as a message: its parts where the tokenizer can tell them apart, else its text as content.
@@ -410,13 +418,3 @@ def _ends_in(said: str, text: str, *, before: str) -> bool:
     said, text, before = ("".join(part.split()) for part in (said, text, before))
     place = (before + text).rfind(said)
     return place >= 0 and place + len(said) > len(before)
-
-
-def _check_variables(variables: dict[str, Any], known: frozenset[str], tokenizer: Any) -> None:
-    unknown = sorted(set(variables) - known)
-    if unknown:
-        settable = ", ".join(sorted(known - set(tokenizer.special_tokens_map))) or "none"
-        raise ValueError(
-            f"verifier.template_options: the chat template does not read {', '.join(unknown)}; it knows: {settable} "
-            "(verifier.thinking sets enable_thinking)"
-        )

@@ -1,6 +1,6 @@
 """What there is to know about a chat template without rendering it. Jinja text in; knows no tokenizer."""
 
-import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -8,8 +8,6 @@ from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-log = logging.getLogger(__name__)
 
 GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 """Names in a template that Transformers gives a value, so that no option may."""
@@ -32,10 +30,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """Its Jinja text, the variables it reads that are not always given, and whether it has generation markers."""
+    """Its Jinja text, the variables it reads that are not always given, and whether it has generation markers.
+
+    `given` are those it reads of the ones that Transformers gives a value.
+    """
 
     text: str
     variables: frozenset[str]
+    given: frozenset[str]
     marked: bool
 
 
@@ -43,16 +45,40 @@ def read_template(text: str) -> Template:
     """Read a template's text. Raises ValueError where it is malformed."""
     try:
         parsed = _environment().parse(text)
+        read = meta.find_undeclared_variables(parsed)  # raises for filters that there are not
     except TemplateSyntaxError as error:
         raise ValueError(
             f"the chat template is malformed: line {error.lineno}: {error.message}; correct verifier.template, or the "
             "verifier's chat_template.jinja"
         ) from None
-    read = meta.find_undeclared_variables(parsed)
-    if "strftime_now" in read:
-        log.warning("the chat template may write today's date; ids then depend on the day they are made")
     variables = frozenset(read - GIVEN - set(_environment().globals) - _locals(parsed))
-    return Template(text, variables, parsed.find(nodes.Scope) is not None)
+    return Template(text, variables, frozenset(read & GIVEN), parsed.find(nodes.Scope) is not None)
+
+
+def check_templates(texts: Sequence[str], variables: Iterable[str]) -> None:
+    """Raises ValueError for what can be told of a verifier's templates before it is loaded: see `read_template` and
+    `check_variables`, and templates that are empty.
+    """
+    templates = [read_template(text) for text in texts]
+    for template in templates:
+        if "messages" not in template.given:
+            raise ValueError(
+                "the chat template is empty, or does not read the messages; correct verifier.template, or the "
+                "verifier's chat_template.jinja"
+            )
+    check_variables(variables, templates)
+
+
+def check_variables(variables: Iterable[str], templates: Sequence[Template]) -> None:
+    """Raises ValueError for variables that none of the templates reads."""
+    known = frozenset[str]().union(*(template.variables for template in templates))
+    unknown = sorted(set(variables) - known)
+    if unknown:
+        settable = ", ".join(name for name in sorted(known) if not name.endswith("_token")) or "none"
+        raise ValueError(
+            f"verifier.template_options: the chat template does not read {', '.join(unknown)}; it knows: {settable} "
+            "(verifier.thinking sets enable_thinking)"
+        )
 
 
 def _locals(parsed: nodes.Template) -> set[str]:

@@ -407,6 +407,12 @@ def test_a_malformed_template_is_refused_with_its_line():
         make_chat("chatml", template="\n{% for %}")
 
 
+def test_an_empty_prompt_is_rejected():
+    with pytest.raises(Rejected, match="empty prompt") as rejected:
+        make_chat("chatml", template="{{ messages[1:] | map(attribute='content') | join }}").prompt_ids([Q1])
+    assert rejected.value.reason == "template_error"
+
+
 def test_a_tokenizer_without_template_is_refused():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(BYTE_LEVEL), name_or_path="tiny")
     with pytest.raises(ValueError, match="tiny: the tokenizer has no chat template; use an instruction-tuned"):
