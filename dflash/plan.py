@@ -15,7 +15,7 @@ from dflash.corpus.collection import peek
 from dflash.corpus.sources import estimate_rows
 from dflash.corpus.templates import check_templates
 from dflash.hidden.planning import estimate
-from dflash.manifests import Artifact, Damaged, Key, Manifest, find, manifests
+from dflash.manifests import Artifact, Damaged, Key, Manifest, find, load_manifest, manifests
 from dflash.pinning import (
     PinnedVerifier,
     chat_templates,
@@ -149,14 +149,16 @@ def _step(
     try:
         found, reason = find(key), ""
     except Damaged as damage:
-        found, reason = None, str(damage)
+        found, reason = None, f"{damage}; what comes after runs only if it comes out otherwise"
+    if found:  # it is this step's, so no example of what other steps want
+        known[:] = [manifest for manifest in known if manifest.key != found.key]
     planned = PlannedStep(
         stage=stage,
         state="cached" if found else "would run",
         reason="" if found else reason or _why(key, known),
         fingerprint=str(key),
         tokens=tokens,
-        bytes=next((m.nbytes for m in known if m.key == str(key)), nbytes),
+        bytes=load_manifest(found.path).nbytes if found else nbytes,
     )
     steps.append(planned)
     if found or not stable:

@@ -4,13 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dflash.config import Recipe
-from dflash.manifests import Key, publish
-from flows import recipes
+from dflash.config import Recipe, VerifierConfig
+from dflash.corpus.answering import Workers
+from dflash.corpus.records import Sampling
+from dflash.manifests import Key, load_manifest, publish
+from dflash.pinning import pin
+from flows import cli, recipes
 
 RECIPES = recipes.deployments(recipes.prefect_yaml())
 
@@ -107,6 +112,30 @@ def test_a_template_that_cannot_work_is_refused_before_anything_runs(
     test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(
         ["run", "demo", "--set", f"verifier.template={own}"], parts
     )
+
+
+def test_tracebacks_are_for_what_no_message_explains(home: Path) -> None:
+    def raised(cause: Callable[[], object]) -> Exception:
+        with pytest.raises(Exception) as error:
+            cause()
+        return error.value
+
+    def broken() -> None:
+        raise RuntimeError("shape mismatch")
+
+    def published() -> None:
+        with publish(Key(stage="training", recipe=1, config={}, inputs={}), summary={}):
+            broken()
+
+    verifier = pin(VerifierConfig(model="bundled:demo-verifier", device="cpu"))
+    failing = Workers(verifier, ["cpu"])
+    for process in failing.processes.values():
+        process.kill()
+    answer = partial(failing.answer, [("a/0", [1])], batch_size=1, sampling=Sampling(max_new_tokens=2))
+    explained = [partial(load_manifest, home), partial(open, home / "nothing"), answer]
+    assert [cli._is_explained(raised(cause)) for cause in explained] == [True] * 3
+    unexplained = [broken, published, lambda: {}["key"]]
+    assert [cli._is_explained(raised(cause)) for cause in unexplained] == [False] * 3
 
 
 def test_plan_of_a_fresh_root_says_what_would_run_and_why(home: Path) -> None:
