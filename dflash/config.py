@@ -118,7 +118,7 @@ class GenerationConfig(Config):
     decontaminate: bool = Field(
         True,
         title="Decontaminate",
-        description="Drop training prompts that share 13 words in a row, or a whole shorter prompt, with an evaluation set.",
+        description="Drop prompts that share 13 words in a row, or a whole shorter prompt, with an evaluation set.",
     )
     max_dropped_share: float = Field(
         0.2,
