@@ -5,9 +5,9 @@ ids or weights that come out: it is no part of an artifact's key.
 """
 
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 PRACTICAL: dict[str, JsonValue] = {"identity": False}
 
@@ -24,7 +24,15 @@ Step = Literal[
 class Config(BaseModel):
     """Frozen, and strict about unknown keys: a misspelt knob must never be silently ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _on_and_off(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads these two words as booleans."""
+        if isinstance(value, bool) and "off" in get_args(cls.model_fields[str(info.field_name)].annotation):
+            return "on" if value else "off"
+        return value
 
     def identity(self) -> dict[str, Any]:
         """The part that decides what comes out, JSON-ready: the input of the stage's key."""
@@ -128,7 +136,7 @@ class GenerationConfig(Config):
     decontaminate: bool = Field(
         True,
         title="Decontaminate",
-        description="Drop training prompts that share 13 words in a row with an evaluation prompt.",
+        description="Drop prompts that share 13 words in a row, or a whole shorter prompt, with an evaluation set.",
     )
     max_dropped_share: float = Field(
         0.2,
@@ -189,6 +197,13 @@ class GenerationConfig(Config):
         description="A chunk is the unit of retry and reuse; larger where there would be too many.",
         json_schema_extra=PRACTICAL,
     )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        if url and not re.match(r"https?://[^/]", url):
+            raise ValueError(f"{url!r} is no address of a server; write it as http://127.0.0.1:8000/v1")
+        return url
 
     @field_validator("devices")
     @classmethod
@@ -493,4 +508,12 @@ class Recipe(Config):
     def evaluation_tokenization(self) -> TokenizationConfig:
         """Rows of the evaluation set are neither truncated nor split, and each holds one answer."""
         longest = self.evaluation.max_prompt_tokens + self.evaluation.max_new_tokens
-        return TokenizationConfig(max_length=longest, min_supervised=1, turns="each", validation_share=0, num_buckets=1)
+        return TokenizationConfig(
+            max_length=longest,
+            min_supervised=1,
+            turns="each",
+            validation_share=0,
+            num_buckets=1,
+            max_dropped_share=self.tokenization.max_dropped_share,
+            workers=self.tokenization.workers,
+        )

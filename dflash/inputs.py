@@ -40,31 +40,41 @@ def category_of(path: Path) -> str:
 
 def files_of(source: SourceConfig) -> list[Path]:
     """The files of a source that is no hub dataset, sorted. Raises ValueError where there are none, or one is odd."""
-    if any(character in source.path for character in "*?[") and not os.path.lexists(source.path):
-        found = [Path(name) for name in sorted(glob.glob(str(Path(source.path).expanduser()), recursive=True))]
-        files = [path for path in found if path.is_file()]
-        if not files:
-            raise ValueError(f"{source.path}: no file matches this pattern")
-    else:
-        path = resolve(source.path)
-        if path.is_dir():
-            files = _files_in(path)
-            if not files:
-                raise ValueError(f"{path}: the folder holds no {', '.join(FORMATS)} file")
-        elif path.is_file():
-            files = [path]
-        else:
-            raise ValueError(f"{path}: no such prompt file; give a file, folder, glob, bundled:NAME or hub:OWNER/NAME")
+    try:
+        files = _files(source.path)
+    except PermissionError as error:
+        raise ValueError(f"{error.filename}: cannot be read ({error.strerror}); change its permissions") from None
     for path in files:
         format_of(path)
     return files
+
+
+def _files(name: str) -> list[Path]:
+    if any(character in name for character in "*?[") and not os.path.lexists(name):
+        found = [Path(name) for name in sorted(glob.glob(str(Path(name).expanduser()), recursive=True))]
+        files = [path for path in found if path.is_file()]
+        if not files:
+            raise ValueError(f"{name}: no file matches this pattern")
+        return files
+    path = resolve(name)
+    if path.is_dir():
+        files = _files_in(path)
+        if not files:
+            raise ValueError(f"{path}: the folder holds no {', '.join(FORMATS)} file")
+        return files
+    if path.is_file():
+        return [path]
+    raise ValueError(f"{path}: no such prompt file; give a file, folder, glob, bundled:NAME or hub:OWNER/NAME")
 
 
 def _files_in(folder: Path) -> list[Path]:
     def refuse(error: OSError) -> None:  # unasked, walking is silent about a folder that cannot be read
         raise ValueError(f"{error.filename}: the folder cannot be read ({error.strerror}); change its permissions")
 
-    found = (Path(place) / name for place, _, names in os.walk(folder, onerror=refuse) for name in names)
+    found = []
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # such as .git: not even walked through
+        found += [Path(place) / name for name in names if not name.startswith(".")]
     return sorted(path for path in found if path.is_file() and _is_conversations(path))
 
 
@@ -73,13 +83,13 @@ def _is_conversations(path: Path) -> bool:
         format_of(path)
     except ValueError:
         return False
-    return not path.name.startswith(".")
+    return True
 
 
 def identity_of(source: SourceConfig) -> str:
     """What the source's rows are: hashes of its files, or the pinned revision of a hub dataset."""
     if source.path.startswith(HUB):
-        name = source.path.removeprefix(HUB)
+        name = hub_name(source)
         # of a local folder only the name, which gives rows their category: where it lies changes nothing
         shown = category_of(Path(name)) if Path(name).is_dir() else name
         return f"{HUB}{shown}:{source.subset}:{source.split}:{hub_revision(source)}"
@@ -89,9 +99,17 @@ def identity_of(source: SourceConfig) -> str:
         raise ValueError(f"{error.filename}: cannot be read ({error.strerror}); change its permissions") from None
 
 
+def hub_name(source: SourceConfig) -> str:
+    """What follows `hub:`, a dataset's name or a folder. Raises ValueError where nothing does."""
+    name = source.path.removeprefix(HUB).strip()
+    if not name:
+        raise ValueError(f"{source.path}: no dataset is named; give {HUB}OWNER/NAME, or {HUB} and a downloaded folder")
+    return name
+
+
 def hub_revision(source: SourceConfig) -> str:
     """The commit of a hub dataset; for a local folder in its place, the hash of its files."""
-    name = source.path.removeprefix(HUB)
+    name = hub_name(source)
     if Path(name).is_dir():
         return identity_of(source.model_copy(update={"path": name}))
     return _commit(name, source.revision)
@@ -100,11 +118,11 @@ def hub_revision(source: SourceConfig) -> str:
 @cache  # asked once per process: the rows that are read are those of the key
 def _commit(name: str, revision: str) -> str:
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
     try:
         return str(HfApi().dataset_info(name, revision=revision).sha)
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError, ValueError) as error:
+    # whatever it is: which HTTP package is underneath, and so how a missing network looks, changes with the version
+    except Exception as error:
         raise ValueError(
             f"{HUB}{name} at {revision!r}: not reachable on the hub ({type(error).__name__}); check the name "
             "and the network, or give the path of a downloaded folder"

@@ -161,6 +161,16 @@ def _files(folder: Path) -> dict[str, Path]:
     }
 
 
+def _is_running(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, ValueError, OverflowError):  # someone else's process; no number
+        return True
+    return True
+
+
 @contextmanager
 def publish(
     key: Key,
@@ -179,7 +189,9 @@ def publish(
     """
     final = home() / (location or key.location)
     scratch = final.parent / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
+    for other in final.parent.glob(f".{final.name}.*"):
+        if other == scratch or not _is_running(other.suffix[1:]):  # left by a process that was killed
+            shutil.rmtree(other, ignore_errors=True)
     scratch.mkdir(parents=True)
     published: list[Artifact] = []
 

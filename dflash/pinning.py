@@ -111,6 +111,13 @@ def layer_kinds(text: dict[str, Any]) -> list[str]:
     return ["sliding_attention"] if limited else ["full_attention"]
 
 
+def _text(path: Path, setting: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{setting}: {path} is not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
 def _settings(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text()))
@@ -181,11 +188,33 @@ def _chat_options(config: VerifierConfig) -> ChatOptions:
         path = Path(config.template).expanduser()
         if not path.is_file():
             raise ValueError(f"verifier.template: {path} does not exist; give the path of a Jinja file")
-        template = path.read_text()
+        template = _text(path, "verifier.template")
     thinking = {} if config.thinking == "default" else {"enable_thinking": config.thinking == "on"}
     return ChatOptions(
         template=template, system_prompt=config.system_prompt, variables=dict(config.template_options) | thinking
     )
+
+
+def chat_templates(verifier: PinnedVerifier) -> list[str]:
+    """The texts of the verifier's chat templates, as Transformers finds them but without loading it: the one for
+    conversations, and the one for those with tools where that is another. Raises ValueError where there is none.
+    """
+    if verifier.chat.template is not None:
+        return [verifier.chat.template]
+    folder = Path(verifier.path)
+    files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+    named = {file.stem: _text(file, "verifier.model") for file in files if file.exists()}
+    config = folder / "tokenizer_config.json"
+    if not named and config.exists():
+        found = _settings(config).get("chat_template") or {}
+        named = {"default": found} if isinstance(found, str) else {one["name"]: one["template"] for one in found}
+    texts = [named[name] for name in ("chat_template", "default", "tool_use") if name in named]
+    if not texts:
+        raise ValueError(
+            f"verifier.model: the tokenizer in {folder} has no chat template; use an instruction-tuned verifier, put "
+            "a chat_template.jinja beside its tokenizer files, or set verifier.template"
+        )
+    return texts
 
 
 def tap_layers(num_layers: int, num_taps: int, chosen: list[int]) -> list[int]:

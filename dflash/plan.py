@@ -13,9 +13,18 @@ from dflash import keys
 from dflash.config import GenerationConfig, Recipe, SourceConfig, Step, TokenizationConfig, TrainingConfig
 from dflash.corpus.collection import peek
 from dflash.corpus.sources import estimate_rows
+from dflash.corpus.templates import check_templates
 from dflash.hidden.planning import estimate
-from dflash.manifests import Artifact, Damaged, Key, Manifest, find, manifests
-from dflash.pinning import PinnedVerifier, check_abilities, check_lengths, check_mask_token, pin, tap_layers
+from dflash.manifests import Artifact, Damaged, Key, Manifest, find, load_manifest, manifests
+from dflash.pinning import (
+    PinnedVerifier,
+    chat_templates,
+    check_abilities,
+    check_lengths,
+    check_mask_token,
+    pin,
+    tap_layers,
+)
 
 CHARACTERS_PER_TOKEN = 3.5  # of English text; only for estimates made before anything was tokenized
 
@@ -41,6 +50,7 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
 
             resolve_device(device)
     verifier = pin(recipe.verifier)
+    check_templates(chat_templates(verifier), verifier.chat.variables)
     check_mask_token(recipe.training, verifier)
     for section, limits in (("generation", recipe.generation), ("evaluation", recipe.evaluation_generation())):
         check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)
@@ -139,14 +149,16 @@ def _step(
     try:
         found, reason = find(key), ""
     except Damaged as damage:
-        found, reason = None, str(damage)
+        found, reason = None, f"{damage}; what comes after runs only if it comes out otherwise"
+    if found:  # it is this step's, so no example of what other steps want
+        known[:] = [manifest for manifest in known if manifest.key != found.key]
     planned = PlannedStep(
         stage=stage,
         state="cached" if found else "would run",
         reason="" if found else reason or _why(key, known),
         fingerprint=str(key),
         tokens=tokens,
-        bytes=next((m.nbytes for m in known if m.key == str(key)), nbytes),
+        bytes=load_manifest(found.path).nbytes if found else nbytes,
     )
     steps.append(planned)
     if found or not stable:

@@ -118,11 +118,21 @@ def _run(recipe: str, settings: Recipe, refresh: list[Step]) -> None:
     parameters = {name: getattr(settings, name) for name in type(settings).model_fields}
     try:
         pipeline(**parameters, recipe=recipe, refresh=refresh)
-    except (ValueError, AssertionError) as error:
-        raise StageError(str(error)) from error
     except Exception as error:
-        traceback.print_exc()
+        if not _is_explained(error):
+            traceback.print_exc()
         raise StageError(str(error) or type(error).__name__) from error
+
+
+def _is_explained(error: Exception) -> bool:
+    """Whether the message is all there is to say: of bad input, of the world outside, and where dflash itself raises.
+
+    Anything else is a mistake in a program, and its traceback is where to look.
+    """
+    if isinstance(error, (ValueError, OSError)):
+        return True
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return isinstance(error, RuntimeError) and raised_in.is_relative_to(Path(planning.__file__).parent)
 
 
 @app.command()

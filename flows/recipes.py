@@ -70,8 +70,8 @@ def explain(error: ValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         model: Any = Recipe
-        for part in first["loc"][:-1]:
-            model = model.model_fields[part].annotation
+        for part in first["loc"][:-1]:  # fields, and numbers in lists
+            model = model.model_fields[part].annotation if isinstance(part, str) else get_args(model)[0]
         assert issubclass(model, BaseModel)
         return f"{place}: unknown key; choose from {', '.join(model.model_fields)}"
     message = first["msg"].removeprefix("Value error, ")

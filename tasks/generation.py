@@ -8,7 +8,7 @@ from dflash.corpus.collection import collect
 from dflash.keys import generation_key, prompts_key
 from dflash.manifests import Artifact, Key
 from dflash.pinning import PinnedVerifier
-from tasks.stage import find_or_make, show, stage
+from tasks.stage import find_or_make, refreshing, show, stage
 
 
 @stage(prompts_key, name="prompts", hours=24, run_name="{step} · prompts")
@@ -45,7 +45,7 @@ def generate_chunk(
     return find_or_make(
         f"{step}-chunk-{plan.number:03d}",
         plan.key,
-        lambda progress: library.generate_chunk(plan, config, prompts, verifier, progress=progress),
+        lambda progress: library.generate_chunk(plan, config, prompts, verifier, fresh=refreshing(), progress=progress),
         location=plan.location,
     )
 

@@ -4,13 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dflash.config import Recipe
-from dflash.manifests import Key, find, publish
-from flows import recipes
+from dflash.config import Recipe, VerifierConfig
+from dflash.corpus.answering import Workers
+from dflash.corpus.records import Sampling
+from dflash.manifests import Key, find, load_manifest, publish
+from dflash.pinning import pin
+from flows import cli, recipes
 
 RECIPES = recipes.deployments(recipes.prefect_yaml())
 
@@ -42,6 +47,9 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
     assert recipe.evaluation.budgets == [8, 32]
     assert recipe.training.learning_rate == 6e-4
     assert recipes.load_recipe("pipeline/demo") == recipes.load_recipe("demo")
+    recipe = recipes.load_recipe("demo", ["verifier.thinking=on", "generation.deduplicate=off"])  # booleans in YAML
+    assert (recipe.verifier.thinking, recipe.generation.deduplicate) == ("on", "off")
+    assert recipe.generation.decontaminate is True
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,15 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
         (["run", "demo", "--set", "training.block_size=1"], ["training.block_size", "greater than or equal to 2"]),
         (["run", "demo", "--set", "evaluation.budgets=[64, 16]"], ["evaluation.budgets", "ascending"]),
         (["run", "demo", "--set", "tokenization.max_length=16"], ["tokenization.max_length", "block"]),
+        (
+            ["run", "demo", "--set", "generation.prompts=[{path: p, weigth: 1}]"],
+            ["generation.prompts.0.weigth", "weight"],
+        ),
+        (["run", "demo", "--set", "generation.prompts=[{path: p, weight: .inf}]"], ["prompts.0.weight", "finite"]),
+        (["run", "demo", "--set", "generation.base_url=ftp://x"], ["generation.base_url", "ftp://x", "http://"]),
+        (["run", "demo", "--set", "generation.deduplicate=on"], ["generation.deduplicate", "near", "'on'"]),
         (["run", "demo", "--refresh", "trainin"], ["trainin", "training", "evaluation-extraction"]),
+        (["run", "demo", "--set", "verifier.template_options={mod: 1}"], ["template_options", "read mod", "it knows"]),
         (["plan", "demo", "--set", "verifier.model=nowhere"], ["verifier.model", "nowhere"]),
         (["plan", "demo", "--set", "verifier.model=bundled:nothing"], ["bundled:nothing", "bundled:demo-verifier"]),
         (["plan", "demo", "--set", "generation.prompts=[nothing.jsonl]"], ["nothing.jsonl", "prompt file"]),
@@ -77,6 +93,49 @@ def test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(arguments: 
     assert lines[0].startswith("error: ")
     for part in parts:
         assert part in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        ("\n{% for %}", ["malformed", "line 2"]),
+        ("{{ messages | nonsense }}", ["malformed", "line 1", "nonsense"]),
+        ("", ["empty", "verifier.template"]),
+        ("caf\xe9", ["own.jinja", "UTF-8"]),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused_before_anything_runs(
+    home: Path, tmp_path: Path, template: str, parts: list[str]
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_bytes(template.encode("latin-1"))
+    test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(
+        ["run", "demo", "--set", f"verifier.template={own}"], parts
+    )
+
+
+def test_tracebacks_are_for_what_no_message_explains(home: Path) -> None:
+    def raised(cause: Callable[[], object]) -> Exception:
+        with pytest.raises(Exception) as error:
+            cause()
+        return error.value
+
+    def broken() -> None:
+        raise RuntimeError("shape mismatch")
+
+    def published() -> None:
+        with publish(Key(stage="training", recipe=1, config={}, inputs={}), summary={}):
+            broken()
+
+    verifier = pin(VerifierConfig(model="bundled:demo-verifier", device="cpu"))
+    failing = Workers(verifier, ["cpu"])
+    for process in failing.processes.values():
+        process.kill()
+    answer = partial(failing.answer, [("a/0", [1])], batch_size=1, sampling=Sampling(max_new_tokens=2))
+    explained = [partial(load_manifest, home), partial(open, home / "nothing"), answer]
+    assert [cli._is_explained(raised(cause)) for cause in explained] == [True] * 3
+    unexplained = [broken, published, lambda: {}["key"]]
+    assert [cli._is_explained(raised(cause)) for cause in unexplained] == [False] * 3
 
 
 def test_plan_of_a_fresh_root_says_what_would_run_and_why(home: Path) -> None:

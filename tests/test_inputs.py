@@ -1,5 +1,7 @@
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ def data_root(home: Path) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Four conversation files, and three that are none."""
-    for name in ("a.jsonl", "b/c.parquet", "b/d.json.gz", "e.JSONL.zst", ".hidden.jsonl", "README.md", "b/f.gz"):
+    """Four conversation files, and others that are none."""
+    data = ("a.jsonl", "b/c.parquet", "b/d.json.gz", "e.JSONL.zst")
+    for name in (*data, ".hidden.jsonl", ".cache/a.jsonl", "b/.cache/b/g.jsonl", "README.md", "b/f.gz"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text(name)
     return tmp_path / "data"
@@ -74,6 +77,16 @@ def test_a_folder_without_permission_is_named_and_not_taken_for_an_empty_one(fol
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_file_in_a_folder_without_permission_is_named(folder: Path):
+    (folder / "b").chmod(0)
+    try:
+        with pytest.raises(ValueError, match=r"b/c.parquet: cannot be read .*; change its permissions"):
+            files_of(SourceConfig(path=str(folder / "b/c.parquet")))
+    finally:
+        (folder / "b").chmod(0o700)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
 def test_a_file_without_permission_has_no_identity(folder: Path):
     (folder / "a.jsonl").chmod(0)
     with pytest.raises(ValueError, match=r"a.jsonl: cannot be read .*; change its permissions"):
@@ -117,3 +130,16 @@ def test_a_dataset_that_cannot_be_reached_is_named():
         ValueError, match=r"^hub:nobody/nothing at 'main': not reachable on the hub \(.*\); check the name"
     ):
         identity_of(SourceConfig(path="hub:nobody/nothing"))
+
+
+def test_without_a_network_a_dataset_is_named_too():
+    # nothing listens at this address; in a process of its own, as the tests' own is offline
+    code = "from dflash.inputs import _commit\ntry: _commit('nobody/nothing', 'main')\nexcept ValueError as e: print(e)"
+    environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.1"}
+    shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert shown.stdout.startswith("hub:nobody/nothing at 'main': not reachable on the hub (ConnectError); check the")
+
+
+def test_a_dataset_without_a_name_has_no_identity():
+    with pytest.raises(ValueError, match=r"^hub:: no dataset is named; give hub:OWNER/NAME"):
+        identity_of(SourceConfig(path="hub:"))

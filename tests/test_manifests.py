@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,19 @@ def test_a_failure_while_writing_leaves_nothing(home: Path) -> None:
         raise RuntimeError
     assert find(KEY) is None
     assert not list((home / "artifacts" / "tokenization").iterdir())
+
+
+def test_what_a_killed_attempt_left_is_removed_by_the_next(home: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folder = home / "artifacts" / "tokenization"
+    left, others = [folder / f".{KEY}.{pid}" for pid in (ended.pid, os.getppid())]
+    other_key = folder / f".{KEY.model_copy(update={'recipe': 2})}.{ended.pid}"
+    for scratch in (left, others, other_key):
+        scratch.mkdir(parents=True)
+        (scratch / "data.txt").write_text("half")
+    make()
+    assert [path.exists() for path in (left, others, other_key)] == [False, True, True]
 
 
 def test_a_failure_while_replacing_never_leaves_the_old_manifest_beside_new_files(

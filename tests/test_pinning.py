@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dflash.config import TrainingConfig, VerifierConfig
-from dflash.pinning import PinnedVerifier, check_abilities, check_mask_token, pin, tap_layers
+from dflash.pinning import PinnedVerifier, chat_templates, check_abilities, check_mask_token, pin, tap_layers
 
 
 @pytest.fixture
@@ -194,3 +194,25 @@ def test_the_mask_token_means_nothing_else(folder: Path) -> None:
     for token, name in ((2, "eos"), (5, "eos"), (0, "pad")):
         with pytest.raises(ValueError, match=f"{token} is the verifier's {name} token"):
             check_mask_token(training(token), verifier)
+
+
+def test_templates_are_found_where_transformers_looks_for_them(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"model has no chat template; .*, or set verifier.template"):
+        chat_templates(pinned(folder))
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "one"}))
+    assert chat_templates(pinned(folder)) == ["one"]
+    both = [{"name": "tool_use", "template": "tools"}, {"name": "rag", "template": "?"}]
+    config.write_text(json.dumps({"chat_template": [*both, {"name": "default", "template": "two"}]}))
+    assert chat_templates(pinned(folder)) == ["two", "tools"]
+    (folder / "chat_template.jinja").write_text("file")
+    assert chat_templates(pinned(folder)) == ["file"]
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("more")
+    assert chat_templates(pinned(folder)) == ["file", "more"]
+    own = folder / "own.jinja"
+    own.write_text("given")
+    assert chat_templates(pin(VerifierConfig(model=str(folder), template=str(own)))) == ["given"]
+    own.write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"verifier.template: .*own.jinja is not UTF-8 text"):
+        pin(VerifierConfig(model=str(folder), template=str(own)))

@@ -18,20 +18,15 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from dflash.corpus.records import Message, Rejected, Row, Turn
+from dflash.corpus.templates import Template, check_variables, read_template
 from dflash.pinning import PinnedVerifier
 
 log = logging.getLogger(__name__)
 
 Conversations = Sequence[tuple[list[Message], list[dict[str, Any]] | None]]
-
-GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
-"""Names in a template that Transformers gives a value, so that no option may."""
 
 REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template, being code, may raise at a conversation it was not written for."""
@@ -84,11 +79,13 @@ class Chat:
         self.system_prompt = system_prompt
         self.eos_ids = frozenset([*eos_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])])
         # some tokenizers have a template of its own for conversations with tools
-        self._plain = _read_template(tokenizer.get_chat_template(template))
-        self._with_tools = _read_template(tokenizer.get_chat_template(template, tools=[{}]))
+        self._plain = read_template(tokenizer.get_chat_template(template))
+        self._with_tools = read_template(tokenizer.get_chat_template(template, tools=[{}]))
         texts = dict.fromkeys([self._plain.text, self._with_tools.text])
         self.template_sha256 = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-        _check_variables(variables or {}, self._plain.variables | self._with_tools.variables, tokenizer)
+        check_variables(variables or {}, [self._plain, self._with_tools])
+        if "strftime_now" in self._plain.given | self._with_tools.given:
+            log.warning("the chat template may write today's date; ids then depend on the day they are made")
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {})}
         self._render_jinja: Any = render_jinja_template
         self._fast = tokenizer.backend_tokenizer
@@ -107,7 +104,10 @@ class Chat:
 
     def prompt_ids(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Its token ids, as serving makes them. Raises Rejected where the template refuses the conversation."""
-        return list(self._fast.encode(self.prompt_text(messages, tools), add_special_tokens=False).ids)
+        ids = list(self._fast.encode(self.prompt_text(messages, tools), add_special_tokens=False).ids)
+        if not ids:
+            raise Rejected("template_error", "the verifier's chat template makes an empty prompt of the conversation")
+        return ids
 
     def message_of(self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = ()) -> Message:
         """An answer as a message: its parts where the tokenizer can tell them apart, else its text as content.
@@ -136,8 +136,8 @@ class Chat:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not places:
             raise Rejected("no_supervised", "the conversation has no assistant message")
-        num_answers = len(places)
-        places = places[-1:] if last else places
+        first = len(places) - 1 if last else 0
+        places = places[first:]
         before = [messages[:place] for place in places]
         prompts = self._render(before, tools, prompt=True)
         wholes = self._render([messages[: place + 1] for place in places], tools, prompt=False)
@@ -147,10 +147,10 @@ class Chat:
         on = self._variables.get("enable_thinking", True)
         if mask_empty_thinking and on and "enable_thinking" in template.variables:
             unthinking = [text for text, _ in self._render(before, tools, prompt=True, enable_thinking=False)]
-        first = num_answers - len(places)
+        parts = zip(places, prompts, wholes, unthinking, strict=True)
         return [
-            _answer(messages[place], first + i, *prompt, *whole, marked=template.marked, unthinking=opening)
-            for i, (place, prompt, whole, opening) in enumerate(zip(places, prompts, wholes, unthinking, strict=True))
+            _answer(messages[place], turn, *prompt, *whole, marked=template.marked, unthinking=opening)
+            for turn, (place, prompt, whole, opening) in enumerate(parts, start=first)
         ]
 
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
@@ -257,7 +257,7 @@ class Chat:
             prepared.insert(0, {"role": "system", "content": self.system_prompt})
         return prepared
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> "_Template":
+    def _template(self, tools: list[dict[str, Any]] | None) -> Template:
         return self._with_tools if tools else self._plain
 
     def _render(
@@ -359,19 +359,17 @@ def rows_of(
     return [made if fault is None else fault for fault, made in zip(outcome, rows, strict=True)]
 
 
-def rows_of_turns(turns: Sequence[Turn], *, turns_mode: str) -> list[Row]:
-    """Rows of answers as they were served, in order; the ids stay as they are. `turns_mode` as in `rows_of`.
+def rows_of_turns(served: Sequence[Turn], *, turns: str) -> list[Row]:
+    """Rows of answers as they were served, in order; the ids stay as they are. `turns` as in `rows_of`.
 
     Merged only where every prompt repeats the ids of the prompt and the answer before it.
     """
-    if not turns:
-        return []
-    ids = [turn.prompt_ids + turn.response_ids for turn in turns]
-    spans = [(len(turn.prompt_ids), len(whole)) for turn, whole in zip(turns, ids, strict=True)]
-    if turns_mode == "last":
-        return [Row(ids[-1], spans[-1:], len(turns) - 1)]
-    repeated = (turn.prompt_ids[: len(whole)] == whole for whole, turn in zip(ids, turns[1:], strict=False))
-    if turns_mode == "merge" and all(repeated):
+    ids = [turn.prompt_ids + turn.response_ids for turn in served]
+    spans = [(len(turn.prompt_ids), len(whole)) for turn, whole in zip(served, ids, strict=True)]
+    if turns == "last":
+        return [Row(ids[-1], spans[-1:], len(served) - 1)]
+    repeated = (turn.prompt_ids[: len(whole)] == whole for whole, turn in zip(ids, served[1:], strict=False))
+    if turns == "merge" and all(repeated):
         return [Row(ids[-1], spans)]
     return [Row(whole, [span], turn) for turn, (whole, span) in enumerate(zip(ids, spans, strict=True))]
 
@@ -420,63 +418,3 @@ def _ends_in(said: str, text: str, *, before: str) -> bool:
     said, text, before = ("".join(part.split()) for part in (said, text, before))
     place = (before + text).rfind(said)
     return place >= 0 and place + len(said) > len(before)
-
-
-class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}`, around what the assistant says; a `Scope` in the parsed template."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-@lru_cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-
-
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """Its Jinja text, the variables it reads that are not always given, and whether it has generation markers."""
-
-    text: str
-    variables: frozenset[str]
-    marked: bool
-
-
-def _read_template(text: str) -> _Template:
-    try:
-        parsed = _environment().parse(text)
-    except TemplateSyntaxError as error:
-        raise ValueError(
-            f"the chat template is malformed: line {error.lineno}: {error.message}; correct verifier.template, or the "
-            "verifier's chat_template.jinja"
-        ) from None
-    read = meta.find_undeclared_variables(parsed)
-    if "strftime_now" in read:
-        log.warning("the chat template may write today's date; ids then depend on the day they are made")
-    variables = frozenset(read - GIVEN - set(_environment().globals) - _locals(parsed))
-    return _Template(text, variables, parsed.find(nodes.Scope) is not None)
-
-
-def _locals(parsed: nodes.Template) -> set[str]:
-    """Names that the template sets before it reads them: Jinja counts those as read where a branch sets them."""
-    first: dict[str, str] = {}
-    for node in parsed.find_all((nodes.Assign, nodes.Name)):
-        # the value of an assignment is read before its target is set
-        inside = nodes.Output([node.node]) if isinstance(node, nodes.Assign) else nodes.Output([node])
-        for name in inside.find_all(nodes.Name):
-            first.setdefault(name.name, name.ctx)
-    return {name for name, use in first.items() if use == "store"}
-
-
-def _check_variables(variables: dict[str, Any], known: frozenset[str], tokenizer: Any) -> None:
-    unknown = sorted(set(variables) - known)
-    if unknown:
-        settable = ", ".join(sorted(known - set(tokenizer.special_tokens_map))) or "none"
-        raise ValueError(
-            f"verifier.template_options: the chat template does not read {', '.join(unknown)}; it knows: {settable} "
-            "(verifier.thinking sets enable_thinking)"
-        )

@@ -35,7 +35,7 @@ from dflash.corpus.records import (
 )
 from dflash.corpus.sources import estimate_rows, read_rows, sample_rows
 from dflash.keys import prompts_key
-from dflash.manifests import Artifact, Progress, publish, silent
+from dflash.manifests import Artifact, Key, Progress, publish, silent
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,9 @@ PEEK_ROWS = 1_000
 GRAM = 13
 STEP = 7
 """Any 13 words in a row hold a run of 7 that begins at a multiple of 7: only those need looking up in a prompt."""
+
+TURN_WORDS = 5
+"""A single turn of fewer, such as `Please continue.`, is said everywhere and gives no conversation away."""
 
 Hashes = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
@@ -82,17 +85,19 @@ class Seen:
 
 @dataclass(frozen=True)
 class Contaminants:
-    """Word runs of the evaluation prompts: of 13 words, of 7, and whole prompts shorter than 13 words."""
+    """Word runs of the evaluation prompts: of 13 words, of 7, and what is too short for 13, compared as a whole."""
 
     grams: set[tuple[str, ...]] = field(default_factory=set)
     steps: set[tuple[str, ...]] = field(default_factory=set)
     short: set[tuple[str, ...]] = field(default_factory=set)
 
-    def shared(self, text: str) -> str:
-        """The words that a prompt has in common with an evaluation prompt; empty where it is clean."""
-        found = tuple(words(text))
-        if len(found) < GRAM:
-            return " ".join(found) if found in self.short else ""
+    def shared(self, turns: Sequence[str]) -> str:
+        """The words that a prompt's turns have in common with an evaluation prompt; empty where it is clean."""
+        said = [tuple(words(turn)) for turn in turns]
+        for short in _short(said):
+            if short in self.short:
+                return " ".join(short)
+        found = sum(said, ())
         for i in range(0, len(found) - STEP + 1, STEP):
             if found[i : i + STEP] in self.steps:
                 for j in range(max(0, i + STEP - GRAM), min(i, len(found) - GRAM) + 1):
@@ -101,13 +106,21 @@ class Contaminants:
         return ""
 
 
-def contaminants_of(texts: Iterable[str]) -> Contaminants:
+def _short(said: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """What is compared as a whole: a prompt of fewer than 13 words, and such a turn of at least 5."""
+    whole: tuple[str, ...] = sum(said, ())
+    turns = [turn for turn in said if TURN_WORDS <= len(turn) < GRAM]
+    return [whole, *turns] if 0 < len(whole) < GRAM else turns
+
+
+def contaminants_of(prompts: Iterable[Sequence[str]]) -> Contaminants:
+    """What the turns of evaluation prompts are found by."""
     known = Contaminants()
-    for text in texts:
-        found = tuple(words(text))
-        if len(found) < GRAM:
-            known.short.add(found)
-        else:
+    for turns in prompts:
+        said = [tuple(words(turn)) for turn in turns]
+        known.short.update(_short(said))
+        found = sum(said, ())
+        if len(found) >= GRAM:
             known.grams.update(found[i : i + GRAM] for i in range(len(found) - GRAM + 1))
             known.steps.update(found[i : i + STEP] for i in range(len(found) - STEP + 1))
     return known
@@ -124,7 +137,7 @@ def collect(
     read, where too large a share of rows is unusable and where none is left.
     """
     key = prompts_key(config, contaminants)
-    known = contaminants_of(text_of_contaminants(contaminants)) if config.decontaminate and contaminants else None
+    known = contaminants_of(turns_of_contaminants(contaminants)) if config.decontaminate and contaminants else None
     weighted = any(source.weight for source in config.prompts)
     ledger, schemas = Ledger(), dict[str, Counter[str]]()
     summary: dict[str, Any] = {}
@@ -152,6 +165,12 @@ def collect(
         for source, rows in zip(config.prompts, hashes, strict=True):
             if source.weight and not len(rows):
                 raise ValueError(f"{source.path}: has a weight but no row of its own to draw; leave this source out")
+        for source, flags in zip(config.prompts, drawn, strict=True):
+            if source.weight and not flags.any():
+                raise ValueError(
+                    f"{source.path}: its weight of {source.weight:g} gives it less than one row of the mix; "
+                    f"raise it{' or generation.max_prompts' * bool(config.max_prompts)}"
+                )
         if not summary["rows"]:
             message = (
                 f"{', '.join(source.path for source in config.prompts)}: none of {summary['rows_in']} rows can be used "
@@ -160,6 +179,7 @@ def collect(
             raise TooManyDropped(message, summary)
         if weighted:
             _filter(folder / "read", parts, rows=np.concatenate(drawn))
+        _check_unchanged(key, prompts_key(config, contaminants), [*config.prompts, *contaminants])
     for reason, count in ledger.totals().items():
         level = logging.INFO if reason in HARMLESS else logging.WARNING
         log.log(level, "%s: %d rows dropped; the first: %s", reason, count, ledger.examples.get(reason, "by its hash"))
@@ -167,36 +187,50 @@ def collect(
     return artifact()
 
 
-def peek(config: GenerationConfig) -> None:
-    """Raises ValueError, before anything expensive, where the first rows of the sources show what `collect` would meet.
+def _check_unchanged(before: Key, after: Key, sources: Sequence[SourceConfig]) -> None:
+    """What was read under a key must be what the key says, or equal data would find something else in the cache."""
+    for source, name in zip(sources, before.inputs, strict=False):
+        if before.inputs[name] != after.inputs[name]:
+            raise ValueError(f"{source.path}: changed while it was read; run again")
 
-    Cheap on large inputs: a row of the sample stands for as many rows as the source is estimated to hold for each.
+
+def peek(config: GenerationConfig) -> None:
+    """Raises ValueError, before anything expensive, where the first rows of the sources show that `collect` will fail.
+
+    That is certain where they are all there is, or none of them can be used; otherwise it warns of what is bad.
     """
-    ledger = Ledger()
+    ledger, everything = Ledger(), True
     left: float = math.inf if any(source.weight for source in config.prompts) else config.max_prompts or math.inf
     for source in config.prompts:
-        if left <= 0:
-            break  # so far it will not be read
-        sample = sample_rows(source, count=PEEK_ROWS)
-        estimate = min(estimate_rows(source)[0], left)
-        each = max(1, int(estimate / max(1, len(sample))))
         room = min(source.limit or math.inf, left)
-        for place, found, _ in _parsed(sample, source):
-            ledger.count(source.path, each)
-            if isinstance(found, Rejected):
-                ledger.drop(source.path, found.reason, each, example=f"{place}: {found}")
-                continue
-            ledger.keep(source.path, each)
-            if (room := room - 1) <= 0:
+        if room <= 0:
+            everything = False
+            break
+        sample = sample_rows(source, count=PEEK_ROWS + 1)
+        everything &= len(sample) <= PEEK_ROWS
+        for place, found, _ in _parsed(sample[:PEEK_ROWS], source):
+            if room <= 0:
+                everything = False  # the others are only read in place of rows that repeat earlier ones
                 break
-        left -= estimate
-    ledger.check(
-        most=config.max_dropped_share,
-        setting=f"generation.prompts, judging by the first {PEEK_ROWS:,} rows of each source",
-    )
+            ledger.count(source.path)
+            if isinstance(found, Rejected):
+                ledger.drop(source.path, found.reason, example=f"{place}: {found}")
+            else:
+                ledger.keep(source.path)
+                room, left = room - 1, left - 1
+    certain = everything or not ledger.kept.total()
+    try:
+        ledger.check(
+            most=config.max_dropped_share,
+            setting=f"generation.prompts, in the first {PEEK_ROWS:,} rows of each source",
+        )
+    except TooManyDropped as error:
+        if certain:
+            raise
+        log.warning("%s; the others are still to be read", error)
 
 
-def text_of_contaminants(contaminants: Sequence[SourceConfig]) -> Iterator[str]:
+def turns_of_contaminants(contaminants: Sequence[SourceConfig]) -> Iterator[list[str]]:
     """What training prompts must not repeat. Unusable rows are the business of the evaluation set's own collection."""
     for source in contaminants:
         for _, found, _ in _parsed(read_rows(source), source):
@@ -241,10 +275,10 @@ def _parsed(
             yield place, found, schema
 
 
-def _asked(conversation: Conversation) -> str:
+def _asked(conversation: Conversation) -> list[str]:
     """What users wrote, or the raw text. System prompts are left out: to share a common one is no contamination."""
     users = [message["content"] for message in conversation.messages or () if message["role"] == "user"]
-    return "\n".join(users) or conversation.text or ""
+    return users or [conversation.text or ""]
 
 
 def _near(conversation: Conversation) -> int:

@@ -296,14 +296,6 @@ def to_columns(conversation: Conversation) -> tuple[Any, ...]:
     return (c.id, c.group, c.category, c.origin, c.source, messages, tools, c.text, c.input_ids, c.loss_mask)
 
 
-def from_columns(row: dict[str, Any]) -> Conversation:
-    """The conversation of a row of CONVERSATIONS; columns beside those are not looked at."""
-    values = {name: row[name] for name in Conversation.__slots__}
-    for name in ("messages", "tools"):
-        values[name] = None if values[name] is None else json.loads(values[name])
-    return Conversation(**values)
-
-
 def normalised(text: str) -> str:
     """The text without differences of case, white space and Unicode form."""
     return " ".join(_folded(text).split())

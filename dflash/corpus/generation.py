@@ -24,7 +24,15 @@ import torch
 from dflash.config import GenerationConfig
 from dflash.corpus.answering import Workers, answer
 from dflash.corpus.chat import Chat, load_chat
-from dflash.corpus.chunks import ChunkPlan, has_open, open_places, plan_chunks, scan_prompts
+from dflash.corpus.chunks import (
+    ChunkPlan,
+    answered_before,
+    has_open,
+    open_places,
+    plan_chunks,
+    scan_prompts,
+    whole_answers,
+)
 from dflash.corpus.records import (
     ANSWERS,
     CONVERSATIONS,
@@ -103,9 +111,9 @@ def _backend(config: GenerationConfig, verifier: PinnedVerifier, chat: Chat) -> 
     elif config.devices:
 
         def by_workers(requests: Sequence[Request]) -> list[Response | Rejected]:
-            with _loading:
+            with _loading:  # while they answer, too: another run of this process may want to end them for its own
                 workers = _started(verifier, config.devices)
-            return workers.answer(requests, batch_size=config.batch_size, sampling=sampling)
+                return workers.answer(requests, batch_size=config.batch_size, sampling=sampling)
 
         yield by_workers, 4 * config.batch_size * len(config.devices)
     else:
@@ -124,18 +132,23 @@ def generate_chunk(
     prompts: Artifact,
     verifier: PinnedVerifier,
     *,
+    fresh: bool = False,
     progress: Progress = silent,
 ) -> Artifact:
     """Answer one chunk: `answers-*.parquet`, in the order of the conversations, and `dropped.json`.
 
     Finished groups of answers are kept until the artifact is published, and an interrupted run continues after them.
+    Conversations that are answered in full in another chunk are not asked again, unless `fresh`.
     Raises RuntimeError where no prompt can be answered at all, and ConnectionError where a server stays away.
     """
     chat = load_chat(verifier)
-    finished = in_progress(plan.key)
+    # of its own where all is to be answered anew: what lies in the other may be from before
+    finished = in_progress(f"{plan.key}-fresh" if fresh else plan.key)
     conversations = scan_prompts(prompts).slice(plan.start, plan.stop - plan.start).filter(has_open())
     dropped: list[dict[str, Any]] = []
-    summary: dict[str, Any] = {"rows_in": 0, "rows": 0, "answers": 0, "tokens": 0}
+    summary: dict[str, Any] = {"rows_in": 0, "rows": 0, "answers": 0, "tokens": 0, "taken_over": 0}
+    ids = conversations.select("id").collect(engine="streaming")["id"]
+    before = [] if fresh else answered_before(plan.key, ids)
     with (
         publish(plan.key, summary=summary, location=plan.location, content_identity=True) as (folder, artifact),
         _backend(config, verifier, chat) as (ask, at_once),
@@ -145,7 +158,7 @@ def generate_chunk(
             dialogues = _dialogues(window)
             batches = finished / f"{number:05d}"
             batches.mkdir(exist_ok=True)
-            _resume(dialogues, batches)
+            summary["taken_over"] += _resume(dialogues, batches, before)
             for share in _answer(
                 dialogues,
                 chat=chat,
@@ -174,7 +187,11 @@ def generate_chunk(
         (folder / "dropped.json").write_text(json.dumps(dropped, indent=1))
     shutil.rmtree(finished)
     facts = summary | {"name": plan.name}
-    log.info("chunk %(name)s: %(answers)d answers of %(tokens)d tokens, dropped %(dropped)s", facts)
+    log.info(
+        "chunk %(name)s: %(answers)d answers of %(tokens)d tokens, %(taken_over)d of them from other chunks, "
+        "dropped %(dropped)s",
+        facts,
+    )
     return artifact()
 
 
@@ -216,7 +233,7 @@ def _filled(messages: list[Message], answers: list[Message]) -> list[Message]:
 
 
 def _dialogues(window: pl.DataFrame) -> dict[str, _Dialogue]:
-    """By id: equal conversations, where duplicates are not removed, are answered once."""
+    """By id, of which collection gives each conversation its own."""
     dialogues = {}
     for row in window.select("id", "origin", "source", "messages", "tools").iter_rows(named=True):
         messages = json.loads(row["messages"])
@@ -228,25 +245,60 @@ def _dialogues(window: pl.DataFrame) -> dict[str, _Dialogue]:
 
 
 def _answers(folder: Path) -> pl.DataFrame:
-    files = sorted(folder.glob("group-*.parquet"))
-    return pl.read_parquet(files) if files else pl.DataFrame(schema=ANSWERS)
+    """The answers in a chunk's folder. Damaged files are deleted: their answers are written again."""
+    answers = [pl.DataFrame(schema=ANSWERS)]
+    for file in sorted(folder.glob("group-*.parquet")):
+        try:
+            answers.append(pl.read_parquet(file))
+        except pl.exceptions.PolarsError as error:
+            cause = " ".join(str(error).split())[:200]
+            log.warning("%s: damaged (%s); deleted, its prompts are answered again", file, cause)
+            file.unlink()
+    return pl.concat(answers)
 
 
-def _resume(dialogues: dict[str, _Dialogue], folder: Path) -> None:
-    """Take up the answers in `folder`: by id and turn, because batch size and back end may have changed in between."""
-    answers = _answers(folder).sort("turn").select("id", "message", pl.col("response_ids").list.len())
-    for id, message, length in answers.iter_rows():
+def _write(rows: pl.DataFrame, folder: Path) -> Path:
+    """Add a file, whole or not at all: what a killed run leaves behind is trusted by the next."""
+    last = max(folder.glob("group-*.parquet"), default=None)
+    number = int(last.stem.removeprefix("group-")) + 1 if last else 0
+    parquet = BytesIO()
+    rows.write_parquet(parquet)
+    file = folder / f"group-{number:05d}.parquet"
+    write_atomically(file, parquet.getvalue())
+    return file
+
+
+def _resume(dialogues: dict[str, _Dialogue], folder: Path, before: list[Path]) -> int:
+    """Take up the answers in `folder`: by id and turn, because batch size and back end may have changed in between.
+
+    And those in the files of other chunks, `before`, to conversations that have none here; returns how many.
+    """
+    there = _answers(folder)
+    # an answer to what is lost must go too, because what follows may be another one now
+    own = there.unique(["id", "turn"], keep="first").sort("id", "turn")
+    own = own.filter(pl.col("turn") == pl.int_range(pl.len()).over("id"))
+    begun = set(own["id"])
+    others = whole_answers(before, {id: len(one.places) for id, one in dialogues.items() if id not in begun})
+    answers = pl.concat([own, others])
+    if others.height or own.height < there.height:
+        old = list(folder.glob("group-*.parquet"))
+        _write(answers, folder)
+        for file in old:
+            file.unlink()
+    for id, message, length in (
+        answers.sort("turn").select("id", "message", pl.col("response_ids").list.len()).iter_rows()
+    ):
         dialogues[id].answers.append(json.loads(message))
         dialogues[id].tokens += length
-    if answers.height:
-        log.info("%d answers were there before the interruption", answers.height)
+    if own.height:
+        log.info("%d answers were there before the interruption", own.height)
+    return others.height
 
 
 def _answer(
     dialogues: dict[str, _Dialogue], *, chat: Chat, ask: Ask, at_once: int, max_prompt_tokens: int, folder: Path
 ) -> Iterator[float]:
     """All first answers, then all second ones, and so on, adding one file per group; yields the share that is done."""
-    num_files = len(list(folder.glob("group-*.parquet")))
     total = sum(len(dialogue.places) for dialogue in dialogues.values())
     for turn in range(max((len(dialogue.places) for dialogue in dialogues.values()), default=0)):
         todo: list[tuple[_Dialogue, list[int]]] = []
@@ -279,11 +331,7 @@ def _answer(
                 dialogue.tokens += len(result.ids)
                 served = (prompt_ids, result.ids, result.finish_reason, result.origin)
                 rows.append((dialogue.id, turn, *served, canonical_json(message)))
-            parquet = BytesIO()
-            pl.DataFrame(rows, schema=ANSWERS, orient="row").write_parquet(parquet)
-            # whole or not at all: what a killed run leaves behind is trusted by the next
-            write_atomically(folder / f"group-{num_files:05d}.parquet", parquet.getvalue())
-            num_files += 1
+            _write(pl.DataFrame(rows, schema=ANSWERS, orient="row"), folder)
             yield sum(len(d.places if d.end else d.answers) for d in dialogues.values()) / total
 
 

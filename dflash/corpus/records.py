@@ -215,7 +215,8 @@ def conservation_table(summary: dict[str, Any]) -> str:
     whole = {"rows_in": summary["rows_in"], "rows": summary["rows"], "dropped": summary["dropped"]}
     for name, record in [*summary["sources"].items(), ("all", whole)]:
         counts = "".join(f" {record['dropped'].get(reason, 0):,} |" for reason in reasons)
-        lines.append(f"| {name} | {record['rows_in']:,} | {record['rows']:,} |{counts}")
+        shown = name.replace("|", "\\|")
+        lines.append(f"| {shown} | {record['rows_in']:,} | {record['rows']:,} |{counts}")
     return "\n".join(lines)
 
 

@@ -262,7 +262,7 @@ def _rows(
     for number, (head, *_) in enumerate(conversations):
         if head["turn"] is not None:
             answers = [Turn(row["prompt_ids"], row["response_ids"]) for row in conversations[number]]
-            results[number] = rows_of_turns(answers, turns_mode=turns)
+            results[number] = rows_of_turns(answers, turns=turns)
         elif head["input_ids"] is not None:
             results[number] = [Row(head["input_ids"], spans_of(head["loss_mask"]))]
         elif head["text"] is not None:

@@ -407,6 +407,12 @@ def test_a_malformed_template_is_refused_with_its_line():
         make_chat("chatml", template="\n{% for %}")
 
 
+def test_an_empty_prompt_is_rejected():
+    with pytest.raises(Rejected, match="empty prompt") as rejected:
+        make_chat("chatml", template="{{ messages[1:] | map(attribute='content') | join }}").prompt_ids([Q1])
+    assert rejected.value.reason == "template_error"
+
+
 def test_a_tokenizer_without_template_is_refused():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(BYTE_LEVEL), name_or_path="tiny")
     with pytest.raises(ValueError, match="tiny: the tokenizer has no chat template; use an instruction-tuned"):
@@ -453,21 +459,20 @@ def test_an_answer_becomes_a_message_of_its_text_or_of_its_parts():
 
 def test_served_turns_are_joined_while_prompts_repeat_them():
     turns = [Turn([1, 2], [3, 9]), Turn([1, 2, 3, 9, 4], [5, 9]), Turn([1, 2, 3, 9, 4, 5, 9, 6], [7])]
-    assert rows_of_turns(turns, turns_mode="merge") == [
+    assert rows_of_turns(turns, turns="merge") == [
         Row([1, 2, 3, 9, 4, 5, 9, 6, 7], [(2, 4), (5, 7), (8, 9)])
     ]  # fmt: skip
     each = [Row([1, 2, 3, 9], [(2, 4)], 0), Row([1, 2, 3, 9, 4, 5, 9], [(5, 7)], 1)]
     last = Row([1, 2, 3, 9, 4, 5, 9, 6, 7], [(8, 9)], 2)
-    assert rows_of_turns(turns, turns_mode="each") == [*each, last]
-    assert rows_of_turns(turns, turns_mode="last") == [last]
-    assert rows_of_turns([], turns_mode="merge") == []
+    assert rows_of_turns(turns, turns="each") == [*each, last]
+    assert rows_of_turns(turns, turns="last") == [last]
     # an answer cut by the limit has no end token; the next prompt closes it, and still repeats it
-    assert rows_of_turns([Turn([1], [3]), Turn([1, 3, 9, 4], [5])], turns_mode="merge") == [
+    assert rows_of_turns([Turn([1], [3]), Turn([1, 3, 9, 4], [5])], turns="merge") == [
         Row([1, 3, 9, 4, 5], [(1, 2), (4, 5)])
     ]  # fmt: skip
 
 
 def test_served_turns_that_a_later_prompt_rewrites_have_rows_of_their_own():
     turns = [Turn([1, 2], [8, 3, 9]), Turn([1, 2, 3, 9, 4], [5, 9])]
-    assert rows_of_turns(turns, turns_mode="merge") == rows_of_turns(turns, turns_mode="each")
-    assert [row.turn for row in rows_of_turns(turns, turns_mode="merge")] == [0, 1]
+    assert rows_of_turns(turns, turns="merge") == rows_of_turns(turns, turns="each")
+    assert [row.turn for row in rows_of_turns(turns, turns="merge")] == [0, 1]

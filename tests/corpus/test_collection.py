@@ -197,19 +197,36 @@ def test_a_weighted_source_without_rows_is_refused(prompt_file: WriteFile):
 LETTERS = st.lists(st.sampled_from("ab"), max_size=40).map(" ".join)
 
 
-@given(st.lists(LETTERS, min_size=1, max_size=2), LETTERS, st.integers(0, 30), st.integers(0, 30))
-def test_contaminated_is_who_shares_13_words_or_the_whole_of_a_shorter_prompt(
-    evaluation: list[str], prompt: str, start: int, end: int
-):
-    def grams(text: str) -> set[tuple[str, ...]]:
-        found = tuple(words(text))
-        return {found[i : i + 13] for i in range(len(found) - 12)} or {found}
+TURNS = st.lists(LETTERS, min_size=1, max_size=3)
 
-    for text in (prompt, f"z {' '.join(words(evaluation[0])[start:end])} {prompt}"):
-        shared = contaminants_of(evaluation).shared(text)
-        assert bool(shared) == any(grams(text) & grams(other) for other in evaluation if words(other))
+
+@given(st.lists(TURNS, min_size=1, max_size=2), TURNS, st.integers(0, 30), st.integers(0, 30))
+def test_contaminated_is_who_shares_13_words_or_the_whole_of_a_shorter_prompt_or_turn(
+    evaluation: list[list[str]], prompt: list[str], start: int, end: int
+):
+    def grams(turns: list[str]) -> set[tuple[str, ...]]:
+        found = tuple(words(" ".join(turns)))
+        single = {tuple(words(turn)) for turn in turns if 5 <= len(words(turn)) < 13}
+        return single | ({found[i : i + 13] for i in range(len(found) - 12)} or {found})
+
+    part = " ".join(words(evaluation[0][0])[start:end])
+    for turns in (prompt, [f"z {part} {prompt[0]}"], [part, *prompt]):
+        shared = contaminants_of(evaluation).shared(turns)
+        assert bool(shared) == any((grams(turns) & grams(other)) - {()} for other in evaluation)
         if shared:
-            assert shared in " ".join(words(text))
+            assert shared in " ".join(words(" ".join(turns)))
+
+
+def test_a_short_evaluation_turn_is_found_in_a_longer_conversation_and_the_other_way_round():
+    def shared(evaluation: list[str], training: list[str]) -> str:
+        return contaminants_of([evaluation]).shared(training)
+
+    asked = "How many apples are left?"
+    assert shared([asked], ["Hello!", "how many APPLES are left", ALPHABET]) == "how many apples are left"
+    assert shared(["Hello!", asked], [asked])
+    assert shared(["Continue."], ["Continue."])
+    assert not shared(["Continue."], [asked, "Continue."]), "everybody says that"
+    assert not shared([asked, "Go on, please."], ["Who was it?", "Go on, please."])
 
 
 def test_training_prompts_that_meet_an_evaluation_prompt_are_dropped(prompt_file: WriteFile):
@@ -232,6 +249,40 @@ def test_training_prompts_that_meet_an_evaluation_prompt_are_dropped(prompt_file
         ValueError, match=rf"contaminated 5 \({evaluation}|contaminated 2 \({evaluation}:1: shares 'how"
     ):
         collect(config(evaluation), against)
+
+
+def test_half_a_surrogate_is_counted_in_every_kind_of_file(tmp_path: Path):
+    rows = [*numbered(9), '{"prompt": "a\\ud800b"}']
+    (tmp_path / "lines.jsonl").write_text("\n".join(rows))
+    (tmp_path / "list.json").write_text(f"[{','.join(rows)}]")
+    for name in ("lines.jsonl", "list.json"):
+        assert collect(config(tmp_path / name)).summary["dropped"] == {"bad_encoding": 1}
+
+
+@pytest.mark.parametrize("which", ["prompts", "evaluation"])
+def test_a_file_that_changes_while_it_is_read_leaves_nothing_in_the_cache(
+    prompt_file: WriteFile, home: Path, which: str
+):
+    path, evaluation = prompt_file(*numbered(9)), prompt_file(*asking("Why?"), name="evaluation.jsonl")
+    changed = path if which == "prompts" else evaluation
+
+    def grow(done: float, total: float, note: str = "") -> None:
+        with changed.open("a") as file:
+            file.write("\n" + asking("One more?")[0])
+
+    with pytest.raises(ValueError, match=rf"^{changed}: changed while it was read; run again$"):
+        collect(config(path), [SourceConfig(path=str(evaluation))], progress=grow)
+    assert not list((home / "artifacts").rglob("*.*"))
+    collect(config(path), [SourceConfig(path=str(evaluation))])
+
+
+def test_a_weight_too_small_for_a_single_row_is_refused(prompt_file: WriteFile):
+    one, two = (prompt_file(*numbered(9, of=name), name=f"{name}.jsonl") for name in ("one", "two"))
+    sources = [{"path": str(one), "weight": 0.9}, {"path": str(two), "weight": 0.1}]
+    with pytest.raises(ValueError, match=r"two.jsonl: its weight of 0.01 .* one row of the mix; raise it$"):
+        collect(config(sources[0], sources[1] | {"weight": 0.01}))
+    with pytest.raises(ValueError, match=r"two.jsonl: its weight of 0.1 .*; raise it or generation.max_prompts$"):
+        collect(config(*sources, max_prompts=3))
 
 
 def test_too_large_a_share_of_unusable_rows_stops_with_places_and_leaves_nothing(prompt_file: WriteFile, home: Path):
@@ -286,7 +337,7 @@ def test_hashes_are_remembered(blocks: list[list[int]]):
 
 def test_a_peek_finds_bad_data_before_anything_is_made(prompt_file: WriteFile, home: Path):
     path = prompt_file(*numbered(5), "{", "[]")
-    with pytest.raises(ValueError, match=rf"generation.prompts, judging .* bad_json 1 \({path}:6: "):
+    with pytest.raises(ValueError, match=rf"generation.prompts, .*: 2 of 7 rows .* bad_json 1 \({path}:6: "):
         peek(config(path))
     assert not (home / "artifacts").exists()
     peek(config(path, max_dropped_share=0.3))
@@ -296,12 +347,20 @@ def test_a_peek_finds_bad_data_before_anything_is_made(prompt_file: WriteFile, h
     peek(config(first, rest, max_prompts=5))
 
 
-def test_a_peek_weighs_sources_by_their_rows(prompt_file: WriteFile):
-    small = prompt_file(*["{"] * 1_000, name="small.jsonl")
-    large = prompt_file(*numbered(9_000), name="large.jsonl")
-    peek(config(small, large))
-    with pytest.raises(ValueError, match="bad_json"):
-        peek(config(small, prompt_file(*numbered(2_000), name="other.jsonl")))
+def test_a_peek_does_not_refuse_what_is_bad_only_at_its_beginning(
+    prompt_file: WriteFile, caplog: pytest.LogCaptureFixture
+):
+    path = prompt_file(*["{"] * 300, *numbered(3_000))
+    peek(config(path))
+    [line] = caplog.messages
+    assert "300 of 1000 rows dropped, more than 0.2: bad_json 300" in line
+    assert collect(config(path)).summary["dropped"] == {"bad_json": 300}
+
+
+def test_a_peek_refuses_a_large_source_of_which_nothing_can_be_used(prompt_file: WriteFile):
+    path = prompt_file(*["{"] * 3_000)
+    with pytest.raises(ValueError, match="1000 of 1000 rows dropped"):
+        peek(config(path))
 
 
 def test_texts_without_answers_of_the_data_are_refused_by_both(prompt_file: WriteFile):

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash.corpus.conversations import (
-    from_columns,
     normalised,
     parse,
     to_columns,
     words,
 )
-from dflash.corpus.records import CONVERSATIONS, OPEN, Conversation, Rejected
+from dflash.corpus.records import CONVERSATIONS, OPEN, Conversation, Rejected, canonical_json
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 
@@ -188,10 +187,10 @@ def test_tools_and_arguments_keep_the_order_of_their_keys_that_templates_print()
     call = {"name": "weather", "arguments": '{"town": "Oslo", "at": "noon"}'}
     row = {"messages": [user("Rain?"), assistant("", tool_calls=[call])], "tools": tools}
     found = conversation(row, "keep")
-    again = from_columns(dict(zip(CONVERSATIONS.names(), to_columns(found), strict=True)))
-    assert json.dumps(again.tools) == json.dumps(tools)
-    assert again.messages is not None
-    assert list(again.messages[1]["tool_calls"][0]["function"]["arguments"]) == ["town", "at"]
+    columns = dict(zip(CONVERSATIONS.names(), to_columns(found), strict=True))
+    assert columns["tools"] == canonical_json(tools)
+    [called] = json.loads(columns["messages"])[1]["tool_calls"]
+    assert list(called["function"]["arguments"]) == ["town", "at"]
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
@@ -335,7 +334,9 @@ def test_any_row_is_a_conversation_that_survives_its_columns_or_is_rejected(row:
         assert "set answers: keep" in str(error)  # noqa: PT017
         return
     [columns] = pl.DataFrame([to_columns(found)], schema=CONVERSATIONS, orient="row").iter_rows(named=True)
-    assert repr(from_columns(columns)) == repr(found)  # NaN is not equal to itself
+    for name in ("messages", "tools"):
+        columns[name] = columns[name] and json.loads(columns[name])
+    assert repr(Conversation(**columns)) == repr(found)  # NaN is not equal to itself
     assert [found.messages, found.text, found.input_ids].count(None) == 2
     if found.messages is not None:
         assert all(m["content"] is not None or (answers == "generate" and m == OPEN) for m in found.messages)

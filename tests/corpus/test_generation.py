@@ -13,7 +13,7 @@ from dflash.corpus.chunks import MOST_CHUNKS, plan_chunks
 from dflash.corpus.generation import SCHEMA, generate_chunk, seal
 from dflash.corpus.records import CONVERSATIONS, OPEN, TooManyDropped, canonical_json
 from dflash.keys import generation_key
-from dflash.manifests import Artifact, Key, Progress, find, home, publish, silent, text_sha256
+from dflash.manifests import Artifact, Key, find, home, publish, text_sha256
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import load_verifier
 
@@ -58,13 +58,11 @@ def multi_turns(number: int) -> Rows:
     ]
 
 
-def generate(
-    config: GenerationConfig, prompts: Artifact, verifier: PinnedVerifier, *, progress: Progress = silent
-) -> Artifact:
+def generate(config: GenerationConfig, prompts: Artifact, verifier: PinnedVerifier, *, fresh: bool = True) -> Artifact:
     """All chunks and the seal, as the pipeline runs them: finished chunks are not made again."""
     plans = plan_chunks(config, prompts, verifier)
     chunks = [
-        find(plan.key, location=plan.location) or generate_chunk(plan, config, prompts, verifier, progress=progress)
+        find(plan.key, location=plan.location) or generate_chunk(plan, config, prompts, verifier, fresh=fresh)
         for plan in plans
     ]
     return seal(chunks, config, prompts, verifier)
@@ -76,6 +74,17 @@ def sealed(artifact: Artifact) -> pl.DataFrame:
 
 def change(config: GenerationConfig, **changes: Any) -> GenerationConfig:
     return config.model_copy(update=changes)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of all requests to the verifier."""
+    names: list[str] = []
+    answer = generation.answer
+    monkeypatch.setattr(
+        generation, "answer", lambda requests, **more: names.extend(n for n, _ in requests) or answer(requests, **more)
+    )
+    return names
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +217,7 @@ def test_a_seed_of_sampling_gives_its_own_answers_again(verifier: PinnedVerifier
 
 @pytest.mark.parametrize("batch_size", [3, 2])
 def test_an_interrupted_chunk_continues_after_its_finished_groups(
-    verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch, batch_size: int
+    verifier: PinnedVerifier, asked: list[str], batch_size: int
 ) -> None:
     config = change(CONFIG, chunk_prompts=100)
     prompts = make_prompts(multi_turns(9))  # 9 first, 6 second and 3 third answers
@@ -224,20 +233,47 @@ def test_an_interrupted_chunk_continues_after_its_finished_groups(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate_chunk(plan, config, prompts, verifier, progress=interrupt)
-    groups = home() / "in_progress" / str(plan.key) / "00000"
+        generate_chunk(plan, config, prompts, verifier, fresh=True, progress=interrupt)
+    groups = home() / "in_progress" / f"{plan.key}-fresh" / "00000"
     assert len(list(groups.iterdir())) == 4
     (groups / ".group-00004.parquet").write_bytes(b"PAR1")  # what a kill in the middle of writing leaves
-    asked: list[str] = []
-    answer = generation.answer
-    monkeypatch.setattr(
-        generation, "answer", lambda requests, **more: asked.extend(n for n, _ in requests) or answer(requests, **more)
-    )
-    resumed = generate_chunk(plan, change(config, batch_size=batch_size), prompts, verifier)
+    asked.clear()
+    resumed = generate_chunk(plan, change(config, batch_size=batch_size), prompts, verifier, fresh=True)
     assert sorted(name[-1] for name in asked) == ["1"] * 3 + ["2"] * 3
     assert (resumed.path / "answers-00000.parquet").read_bytes() == content
     assert resumed.identity == whole.identity
     assert not groups.exists()
+
+
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_a_damaged_group_is_answered_again_and_what_followed_from_it(
+    verifier: PinnedVerifier, asked: list[str], caplog: pytest.LogCaptureFixture, damaged: int
+) -> None:
+    config = change(CONFIG, chunk_prompts=100)
+    prompts = make_prompts(multi_turns(9))
+    [plan] = plan_chunks(config, prompts, verifier)
+    whole = generate_chunk(plan, config, prompts, verifier)
+    content = (whole.path / "answers-00000.parquet").read_bytes()
+    (whole.path / "manifest.json").unlink()
+    groups = home() / "in_progress" / str(plan.key) / "00000"
+
+    def interrupt(done: float, total: float, note: str = "") -> None:
+        if len(list(groups.glob("group-*"))) == 5:  # all first and second answers
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_chunk(plan, config, prompts, verifier, progress=interrupt)
+    file = groups / f"group-{damaged:05d}.parquet"
+    lost = set(pl.read_parquet(file)["id"])
+    file.write_bytes(file.read_bytes()[:-9])
+    asked.clear()
+    resumed = generate_chunk(plan, config, prompts, verifier)
+    assert f"{file}: damaged" in caplog.text
+    again = {name.split("/")[0] for name in asked if name[-1] != "2"}
+    assert again == lost
+    assert {name for name in asked if name[-1] == "0"} == {f"{id}/0" for id in lost}
+    assert len(asked) == len(set(asked))
+    assert (resumed.path / "answers-00000.parquet").read_bytes() == content
 
 
 def test_long_prompts_are_dropped_and_later_ones_end_their_conversation(
@@ -318,16 +354,6 @@ def test_a_verifier_that_answers_nothing_leaves_no_chunk(odd_verifier: PinnedVer
     assert not list((home() / "artifacts" / "generation").rglob("manifest.json"))
 
 
-def test_equal_conversations_are_answered_once_and_kept_as_often_as_they_are_there(verifier: PinnedVerifier) -> None:
-    rows = multi_turns(6)
-    doubled = [rows[0], rows[2], rows[2], rows[1], rows[2], *rows[3:], rows[0]]
-    artifact = generate(CONFIG, make_prompts(doubled), verifier)
-    assert artifact.summary["rows"] == len(doubled)
-    single = sealed(generate(CONFIG, make_prompts(rows), verifier))
-    expected = pl.concat([single.filter(id=row["id"]) for row in doubled])
-    assert sealed(artifact).equals(expected)
-
-
 def test_appended_prompts_leave_earlier_chunks_as_they_are(verifier: PinnedVerifier) -> None:
     rows = single_turns(40)
     config = change(CONFIG, chunk_prompts=4)
@@ -338,6 +364,47 @@ def test_appended_prompts_leave_earlier_chunks_as_they_are(verifier: PinnedVerif
     assert [plan.key for plan in after[:5]] == [plan.key for plan in before]
     assert [(plan.start, plan.stop) for plan in after[:3]] == [(1, 5), (5, 10), (10, 14)]
     assert [plan.name for plan in after[-2:]] == ["9 of 10", "10 of 10"]
+
+
+@pytest.mark.parametrize("size", [3, 7, 100])
+def test_answers_are_taken_over_whatever_chunks_they_are_in(
+    verifier: PinnedVerifier, asked: list[str], monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(generation, "WINDOW", 4)
+    rows = [*multi_turns(9), *single_turns(3, first=20)]
+    generate(change(CONFIG, chunk_prompts=5), make_prompts(rows[:4] + rows[5:]), verifier)
+    asked.clear()
+    config = change(CONFIG, chunk_prompts=size)
+    prompts = make_prompts(rows)
+    taken = generate(config, prompts, verifier, fresh=False)
+    assert asked == [f"{rows[4]['id']}/{turn}" for turn in range(2)]
+    chunks = [find(plan.key, location=plan.location) for plan in plan_chunks(config, prompts, verifier)]
+    assert sum(chunk.summary["taken_over"] for chunk in chunks if chunk) == taken.summary["answers"] - 2
+    content = (taken.path / "conversations.parquet").read_bytes()
+    for other in (change(config, max_new_tokens=5), change(config, temperature=1.0)):
+        asked.clear()
+        assert generate(other, prompts, verifier, fresh=False).summary["answers"] == len(asked)
+    asked.clear()
+    anew = [generate_chunk(p, config, prompts, verifier, fresh=True) for p in plan_chunks(config, prompts, verifier)]
+    assert len(asked) == taken.summary["answers"]
+    assert (seal(anew, config, prompts, verifier).path / "conversations.parquet").read_bytes() == content
+
+
+def test_conversations_that_were_dropped_or_cut_are_asked_again_in_another_chunk(
+    odd_verifier: PinnedVerifier, asked: list[str]
+) -> None:
+    rows = [
+        *single_turns(3),
+        conversation(5, [user("poison"), OPEN]),
+        conversation(6, [user("Two?"), OPEN, user("poison"), OPEN]),
+    ]
+    config = change(CONFIG, max_dropped_share=1, chunk_prompts=100)
+    generate(config, make_prompts(rows), odd_verifier)
+    asked.clear()
+    [new] = single_turns(1, first=7)
+    again = generate(config, make_prompts([*rows, new]), odd_verifier, fresh=False)
+    assert set(asked) == {f"{rows[3]['id']}/0", f"{rows[4]['id']}/0", f"{rows[4]['id']}/1", f"{new['id']}/0"}
+    assert again.summary["dropped"] == {"generation_failed": 1}
 
 
 @pytest.mark.parametrize(("number", "count"), [(MOST_CHUNKS, 64), (MOST_CHUNKS + 1, 33), (2 * MOST_CHUNKS + 1, 33)])

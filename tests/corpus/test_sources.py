@@ -7,13 +7,17 @@ from collections.abc import Callable
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import polars as pl
 import pytest
 import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dflash.config import SourceConfig
+from dflash.corpus import sources
 from dflash.corpus.records import Rejected
 from dflash.corpus.sources import MAX_ROW_BYTES, estimate_rows, read_rows, sample_rows
 
@@ -99,7 +103,7 @@ def test_files_follow_each_other_in_order_of_their_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "reason", "message"),
     [
-        (b'{"prompt": "Why?"', "bad_json", "at column 18; give one JSON object per line"),
+        (b'{"prompt": "Why?"', "bad_json", "at column 18; give one JSON object per row"),
         (b"{" * 100, "bad_json", "at column 2"),
         (b"[" * 100_000, "bad_json", "nested too deeply"),
         (b'{"n": ' + b"9" * 5000 + b"}", "bad_json", "digits"),
@@ -108,7 +112,7 @@ def test_files_follow_each_other_in_order_of_their_names(tmp_path: Path):
         ('{"prompt": "Why?"}'.encode("utf-16"), "bad_encoding", ""),
         (b'["Why?"]', "not_an_object", "a JSON list; give an object"),
         (b'"Why?"', "not_an_object", "a JSON str"),
-        (b'{"prompt": "' + b"x" * (50 * 2**20) + b'"}', "too_large", "a line of more than 16,777,216 bytes"),
+        (b'{"prompt": "' + b"x" * (50 * 2**20) + b'"}', "too_large", "a row of more than 16,777,216 bytes"),
     ],
 )
 def test_a_row_that_cannot_be_read_is_rejected_and_the_next_one_is_read(
@@ -160,19 +164,100 @@ def test_elements_of_a_list_that_are_no_objects_are_rejected(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "content",
-    [b'[{"a": 1}, {"a": 2}', b'[{"a": 1}, {"a": 2}, {"a": oops}]', b'{"data": [{"a": 1}, {"a": 2}, {"a": "\xe9"}]}'],
+    [
+        b'[{"a": 1}, {"a": 2}, {"a',
+        b'[{"a": 1}, {"a": 2}, ',
+        b'[{"a": 1}, {"a": 2}, {"a": [}, {"a": 4}]',
+        b'[{"a": 1}, {"a": 2}], {"a": 3}]',
+        b'[{"a": 1}, {"a": 2}] 3',
+        b'{"data": [{"a": 1}, {"a": 2}], "about": [1, 2',
+        b'{"data": [{"a": 1}, {"a": 2}, ' + b'{"a": 1},' * 2**21,
+    ],
 )
 def test_a_malformed_list_is_refused_with_its_row(tmp_path: Path, content: bytes):
     path = tmp_path / "rows.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"rows.json:3: malformed JSON \(.*; mend it, or give JSON lines$"):
+    place = r"rows.json:\d{7}" if len(content) > 2**20 else "rows.json:3"
+    with pytest.raises(ValueError, match=place + r": malformed JSON \(.*; mend it, or give JSON lines$"):
         rows_of(path)
 
 
-@pytest.mark.parametrize("row", [{"messages": [{"role": "user"}]}, {"tools": [{}], "messages": []}, {"prompt": "Why?"}])
-def test_a_row_that_holds_a_list_is_no_list_of_rows(tmp_path: Path, row: dict[str, Any]):
-    (tmp_path / "rows.json").write_bytes(lines([row]))
+ODD_ROWS = [
+    (b'{"prompt": "Why?", "score": NaN}', ""),
+    (b'{"prompt": "Why?", "n": 123456789012345678901234567890}', ""),
+    (b'{"prompt": "caf\xe9"}', "bad_encoding"),
+    (b'{"prompt": "a\0b"}', "bad_encoding"),
+    (b'{"prompt": oops}', "bad_json"),
+    (b'{"prompt": "He said "why?" and left"}', "bad_json"),
+    (b'{"prompt": "' + b"x, [" * (5 * 2**20) + b'"}', "too_large"),
+    (b'["Why?", "x"]', "not_an_object"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), ODD_ROWS)
+@pytest.mark.parametrize("whole", [b"[%s]", b'{"version": 1, "data": [%s]}'])
+def test_an_odd_element_of_a_list_is_what_it_is_as_a_line_and_the_next_one_is_read(
+    tmp_path: Path, row: bytes, reason: str, whole: bytes
+):
+    rows = (b'{"prompt": "before"}', row, b'{"prompt": "after"}')
+    (tmp_path / "rows.json").write_bytes(whole % b", ".join(rows))
+    (tmp_path / "rows.jsonl").write_bytes(b"\n".join(rows))
+    before, odd, after = values_of(tmp_path / "rows.json")
+    [_, line, _] = values_of(tmp_path / "rows.jsonl")
+    assert (before, after) == ({"prompt": "before"}, {"prompt": "after"})
+    assert repr(odd) == repr(line)
+    assert (odd.reason if isinstance(odd, Rejected) else "") == reason
+
+
+def test_half_a_surrogate_is_in_a_list_what_it_is_in_a_line(tmp_path: Path):
+    row = b'{"prompt": "a\\ud800b"}'
+    (tmp_path / "rows.json").write_bytes(b"[" + row + b"]")
+    assert values_of(tmp_path / "rows.json") == [{"prompt": "a\ud800b"}]  # for conversations to reject
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.integers() | st.text('a"\\{}[], \n', max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('a"\\:{', max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.fixed_dictionaries({"v": JSON_VALUES}), min_size=1, max_size=4), st.integers(1, 9), st.booleans())
+def test_the_rows_of_a_list_do_not_depend_on_its_spaces_nor_on_how_it_is_read(
+    rows: list[Any], piece: int, indented: bool
+):
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE_BYTES", piece)
+        for whole in (rows, {"v": [1, [{}]], "data": rows, "n": 1}):
+            path = Path(folder) / "rows.json"
+            path.write_text(json.dumps(whole, indent=1 if indented else None))
+            assert values_of(path) == rows
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"messages": [{"role": "user"}]}, {"tools": [{}], "id": 1, "messages": []}, {"prompt": "Why?"}, {"prompt": ["["]}],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_row_that_holds_a_list_is_no_list_of_rows(tmp_path: Path, row: dict[str, Any], indent: int | None):
+    (tmp_path / "rows.json").write_text(json.dumps(row, indent=indent))
     assert values_of(tmp_path / "rows.json") == [row]
+    (tmp_path / "rows.json").write_text("\n".join(json.dumps(row, indent=indent) for _ in range(3)))
+    assert values_of(tmp_path / "rows.json") == [row] * 3
+
+
+def test_lines_by_another_name_are_lines_whatever_the_first_one_holds(tmp_path: Path):
+    rows = [{"data": [{"a": 1}]}, {"prompt": "Why?"}]
+    (tmp_path / "rows.json").write_bytes(lines(rows))
+    assert values_of(tmp_path / "rows.json") == rows
+
+
+@pytest.mark.parametrize("size", [1, 2 * MAX_ROW_BYTES])
+def test_of_two_lists_of_rows_none_is_taken_for_the_data(tmp_path: Path, size: int):
+    both = {"train": [{"prompt": "x" * size}], "test": [{"prompt": "Why?"}]}
+    (tmp_path / "rows.json").write_text(json.dumps(both))
+    with pytest.raises(ValueError, match=r"rows.json: holds two lists of rows, 'train' and 'test'; save each"):
+        rows_of(tmp_path / "rows.json")
 
 
 def test_a_malformed_first_line_of_lines_by_another_name_is_one_rejected_row(tmp_path: Path):
@@ -196,6 +281,9 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, name: str, damage: st
     with pytest.raises(ValueError, match=f"^{path}:") as caught:
         rows_of(path)
     assert "\n" not in str(caught.value)
+    if damage == "cut early" and name.endswith("parquet"):
+        with pytest.raises(ValueError, match=f"^{path}: damaged .*; fetch or write the file again$"):
+            estimate_rows(SourceConfig(path=str(tmp_path)))
 
 
 def test_a_text_that_only_calls_itself_packed_is_refused(tmp_path: Path):
@@ -203,6 +291,8 @@ def test_a_text_that_only_calls_itself_packed_is_refused(tmp_path: Path):
         (tmp_path / name).write_bytes(lines(ROWS[:20]))
         with pytest.raises(ValueError, match=f"{name}: damaged after row 0 .*; fetch or write the file again"):
             rows_of(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}: damaged \(.*; fetch or write the file again"):
+            estimate_rows(SourceConfig(path=str(tmp_path / name)))
 
 
 def test_a_file_that_disappears_while_others_are_read_is_named(tmp_path: Path):
@@ -230,6 +320,28 @@ def test_only_columns_of_conversations_are_read_from_parquet(tmp_path: Path):
     assert values_of(tmp_path / "rows.parquet") == [{"messages": [{"role": "user", "content": "Why?"}]}]
     frame.select("embedding").write_parquet(tmp_path / "rows.parquet")
     assert values_of(tmp_path / "rows.parquet") == [{"embedding": [0.0] * 9}]
+
+
+CALLING: list[dict[str, Any]] = [
+    {"tools": [{"name": "add", "parameters": {"a": {"type": "int"}, "b": {"type": "int"}}}]},
+    {"tools": [{"name": "say", "parameters": {"text": {"type": "text"}}}, {"name": "stop"}]},
+    {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "tool_calls": [{"arguments": {"a": 1}}]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"text": "a"}}]}]},
+]
+
+
+def test_a_table_adds_no_nulls_to_tools_and_calls(tmp_path: Path):
+    (tmp_path / "rows.parquet").write_bytes(parquet(CALLING))
+    assert values_of(tmp_path / "rows.parquet") == CALLING
+    (tmp_path / "rows.jsonl").write_bytes(lines([{"tools": [{"default": None}]}]))
+    assert values_of(tmp_path / "rows.jsonl") == [{"tools": [{"default": None}]}]
+
+
+def test_a_cell_of_a_table_may_be_too_large(tmp_path: Path):
+    rows = [{"messages": [{"role": "user", "content": "x" * size}]} for size in (1, MAX_ROW_BYTES, 1)]
+    (tmp_path / "rows.parquet").write_bytes(parquet(rows))
+    first, large, last = values_of(tmp_path / "rows.parquet")
+    assert (first, large.reason, last) == (rows[0], "too_large", rows[2])
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -289,6 +401,19 @@ def test_a_split_or_subset_that_is_not_there_is_named(dataset: Path, option: dic
     with pytest.raises(ValueError, match=f"^hub:{dataset}: .*{value}.*; check name, subset and split$") as caught:
         rows_of(f"hub:{dataset}", **option)
     assert "\n" not in str(caught.value)
+
+
+def test_a_dataset_adds_no_nulls_to_tools_and_calls(dataset: Path):
+    (dataset / "train.jsonl").unlink()
+    (dataset / "train.parquet").write_bytes(parquet(CALLING))
+    (dataset / "test.jsonl").unlink()
+    assert values_of(f"hub:{dataset}") == CALLING
+
+
+def test_a_dataset_without_a_name_is_refused():
+    for read in (rows_of, lambda path: estimate_rows(SourceConfig(path=path))):
+        with pytest.raises(ValueError, match=r"^hub:: no dataset is named; give hub:OWNER/NAME"):
+            read("hub:")
 
 
 def test_a_damaged_dataset_is_refused_by_name(dataset: Path):

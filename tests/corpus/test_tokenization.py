@@ -14,22 +14,13 @@ import pytest
 
 from dflash.config import TokenizationConfig
 from dflash.corpus import tokenization
-from dflash.corpus.records import CONVERSATIONS, TooManyDropped, canonical_json
+from dflash.corpus.generation import SCHEMA
+from dflash.corpus.records import TooManyDropped, canonical_json
 from dflash.corpus.tokenization import CORPUS, split_of, tokenize
 from dflash.keys import tokenization_key
 from dflash.manifests import Artifact, Key, find, publish, text_sha256
 from dflash.pinning import PinnedVerifier
 
-SCHEMA = pl.Schema(
-    {
-        **CONVERSATIONS,
-        "turn": pl.Int32(),
-        "prompt_ids": pl.List(pl.Int32()),
-        "response_ids": pl.List(pl.Int32()),
-        "finish_reason": pl.String(),
-        "ids_from": pl.String(),
-    }
-)
 Row = dict[str, Any]
 
 
