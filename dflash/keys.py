@@ -19,7 +19,7 @@ from dflash.inputs import identity_of
 from dflash.manifests import Artifact, Key, text_sha256
 from dflash.pinning import PinnedVerifier
 
-RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 2, "training": 1, "evaluation": 1}
+RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 1, "evaluation": 1}
 
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from dflash.hidden.store import DAMAGED_MANIFEST, HiddenStates, verify_shard
+from dflash.hidden.store import DAMAGED_MANIFEST, HiddenStates, check_parts, verify_shard
 from dflash.manifests import MANIFEST, Damaged, Key, Manifest, check_files, home, load_manifest
 
 
@@ -58,6 +58,7 @@ def _check(folder: Path, manifest: Manifest, parts: set[Path]) -> None:
     if folder.parent.name == "shards":
         verify_shard(folder, deep=True)
         return
+    check_parts(manifest)
     inside = {part for part in parts if folder in part.parents}
     own = {
         name: record

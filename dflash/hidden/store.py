@@ -34,7 +34,7 @@ from dflash.hidden.encoding import (
     relative_errors,
 )
 from dflash.hidden.raw import ArrayReader, ArrayWriter, read_attributes, write_group
-from dflash.manifests import MANIFEST, Damaged, Manifest, load_manifest, verify, write_atomically
+from dflash.manifests import MANIFEST, Damaged, Manifest, check_files, load_manifest, verify, write_atomically
 
 if TYPE_CHECKING:
     from dflash.hidden.remote import RemoteArray
@@ -538,11 +538,26 @@ def verify_shard(shard: Path, *, deep: bool = False) -> tuple[Manifest, dict[str
 
 def _verify(manifest: Manifest, folder: Path, *, deep: bool = False) -> None:
     """As manifests.verify, for a folder that may have been moved from under its data root."""
-    verify(manifest.model_copy(update={"location": str(folder.absolute())}), deep=deep)
+    here = manifest.model_copy(update={"location": str(folder.absolute())})
+    check_parts(here)
+    verify(here, deep=deep)
 
 
-def _set_aside(shard: Path, cause: Exception) -> Damaged:
-    """Take a shard's manifest away, so that it counts as missing; returns the error to raise."""
+def check_parts(whole: Manifest) -> None:
+    """Raises Damaged, and sets the part's manifest aside, where one is not that which the whole was made of.
+
+    A part's own manifest says nothing of itself, so that no check of the part alone notices.
+    """
+    for name, record in whole.files.items():
+        if name.endswith(f"/{MANIFEST}"):
+            try:
+                check_files(whole, {name: record}, deep=True)
+            except Damaged as damage:
+                raise _set_aside((whole.path / name).parent, damage) from damage
+
+
+def _set_aside(part: Path, cause: Exception) -> Damaged:
+    """Take a part's manifest away, so that it counts as missing; returns the error to raise."""
     with suppress(FileNotFoundError):  # another reader was first
-        (shard / MANIFEST).rename(shard / DAMAGED_MANIFEST)
-    return Damaged(f"{shard}: {cause}; its manifest is set aside: the next extraction redoes this shard and no other")
+        (part / MANIFEST).rename(part / DAMAGED_MANIFEST)
+    return Damaged(f"{part}: {cause}; its manifest is set aside: the next run redoes this part and no other")

@@ -10,7 +10,8 @@ from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
 from dflash.config import ExtractionConfig
 from dflash.hidden.extraction import extract_shard, seal
 from dflash.hidden.planning import missing, plan_shards
-from dflash.manifests import MANIFEST, Artifact, Manifest, file_sha256, load_manifest
+from dflash.hidden.store import HiddenStates
+from dflash.manifests import MANIFEST, Artifact, Damaged, Manifest, file_sha256, load_manifest
 from dflash.verification import verify_all
 
 CONFIG = ExtractionConfig(target_layer_ids=[0, 2], storage_dtype="float32", shard_tokens=60)
@@ -62,6 +63,23 @@ def test_a_damaged_shard_alone_is_set_aside(extraction: Extraction) -> None:
 def publish_again(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
     manifest = load_manifest(folder)
     (folder / MANIFEST).write_text(change(manifest).model_dump_json())
+
+
+def edit(manifest: Manifest) -> Manifest:
+    return manifest.model_copy(update={"summary": manifest.summary | {"supervised": 1}})
+
+
+def test_a_shard_whose_manifest_was_edited_is_redone(extraction: Extraction) -> None:
+    publish_again(extraction.artifact.path / "shards" / "0001", edit)
+    assert "shards/0001/manifest.json: " in extraction.damages()["extraction"]
+    assert missing(extraction.plans) == [extraction.plans[1]]
+
+
+def test_opening_sets_a_shard_aside_whose_manifest_was_edited(extraction: Extraction) -> None:
+    publish_again(extraction.artifact.path / "shards" / "0001", edit)
+    with pytest.raises(Damaged, match=r"shards/0001/manifest\.json: .*; its manifest is set aside"):
+        HiddenStates.open(extraction.artifact.path)
+    assert missing(extraction.plans) == [extraction.plans[1]]
 
 
 def test_an_index_that_its_shards_do_not_bear_out_is_damage(extraction: Extraction) -> None:
