@@ -356,7 +356,8 @@ class HiddenStates:
         }
         attributes: dict[str, Any] = {}
         remote: set[str] = set()
-        for shard in sorted((folder / "shards").glob("[0-9]*")):
+        for name in sorted({name.split("/")[1] for name in manifest.files if name.startswith("shards/")}):
+            shard = folder / "shards" / name  # as listed: other folders there are someone's copies
             part, attributes = verify_shard(shard)
             if REMOTE in part.files:
                 remote.add(shard.name)

@@ -1,5 +1,6 @@
 """What `dflash verify` finds in hidden states, and what has to be made again after it."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def test_opening_sets_a_shard_aside_whose_manifest_was_edited(extraction: Extrac
     with pytest.raises(Damaged, match=r"shards/0001/manifest\.json: .*; its manifest is set aside"):
         HiddenStates.open(extraction.artifact.path)
     assert missing(extraction.plans) == [extraction.plans[1]]
+
+
+@pytest.mark.parametrize("name", ["0001.bak", "0007"])
+def test_a_folder_that_is_none_of_its_shards_does_not_matter(extraction: Extraction, name: str) -> None:
+    shards = extraction.artifact.path / "shards"
+    shutil.copytree(shards / "0001", shards / name)
+    (shards / name / MANIFEST).unlink()
+    assert len(HiddenStates.open(shards.parent).rows) == 10
 
 
 def test_an_index_that_its_shards_do_not_bear_out_is_damage(extraction: Extraction) -> None:
