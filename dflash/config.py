@@ -321,7 +321,7 @@ class ExtractionConfig(Config):
         "",
         title="Storage",
         description="Where the bulk of the hidden states lies: s3://bucket/path or gs://bucket/path, with credentials "
-        "from the environment; empty: on the disk, as all else. memory:// lives as long as the process.",
+        "from the environment; empty: on the disk, as all else. memory:// ends with its process: not for a pipeline.",
         json_schema_extra=PRACTICAL,
     )
     disk_quota_gb: float = Field(
@@ -484,6 +484,15 @@ class Recipe(Config):
     extraction: ExtractionConfig = ExtractionConfig()
     training: TrainingConfig
     evaluation: EvaluationConfig
+
+    @model_validator(mode="after")
+    def _states_outlive_their_process(self) -> "Recipe":
+        if self.extraction.storage.startswith("memory:"):
+            raise ValueError(
+                "extraction.storage memory:// ends with its process, and training has another; set a bucket, or leave "
+                "it empty"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "Recipe":

@@ -380,6 +380,13 @@ def test_a_url_with_credentials_is_refused_without_repeating_them(url: str) -> N
     assert SECRET not in str(caught.value)
 
 
+def test_memory_is_refused_where_training_is_another_process() -> None:
+    from flows.recipes import load_recipe
+
+    with pytest.raises(ValueError, match=r"extraction.storage memory:// ends with its process, .*; set a bucket"):
+        load_recipe("demo", ["extraction.storage=memory://states"])
+
+
 @pytest.mark.parametrize("url", ["ftp://host/path", "/a/folder", "s3://", "s3:///path", "bucket"])
 def test_what_is_no_object_store_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=r"is unknown; expected s3://bucket/path, gs://bucket/path or memory://"):
