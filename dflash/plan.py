@@ -14,7 +14,7 @@ from dflash.config import GenerationConfig, Recipe, SourceConfig, Step, Tokeniza
 from dflash.corpus.collection import peek
 from dflash.corpus.sources import estimate_rows
 from dflash.corpus.templates import check_templates
-from dflash.hidden.planning import estimate
+from dflash.hidden.planning import check_packages, check_states, estimate
 from dflash.manifests import Artifact, Damaged, Key, Manifest, find, load_manifest, manifests
 from dflash.pinning import (
     PinnedVerifier,
@@ -23,7 +23,6 @@ from dflash.pinning import (
     check_lengths,
     check_mask_token,
     pin,
-    tap_layers,
 )
 
 CHARACTERS_PER_TOKEN = 3.5  # of English text; only for estimates made before anything was tokenized
@@ -42,6 +41,7 @@ class PlannedStep(BaseModel):
 
 def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     """The pinned verifier and its tap layers; raises ValueError for what would otherwise fail after expensive work."""
+    check_packages(recipe.extraction)
     for generation in (recipe.generation, recipe.evaluation_generation()):
         peek(generation)
     for device in (recipe.verifier.device, recipe.training.device):
@@ -55,7 +55,7 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     for section, limits in (("generation", recipe.generation), ("evaluation", recipe.evaluation_generation())):
         check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)
-    return verifier, tap_layers(verifier.num_layers, recipe.extraction.num_taps, recipe.extraction.target_layer_ids)
+    return verifier, check_states(recipe.extraction, verifier)
 
 
 def plan(recipe: Recipe) -> list[PlannedStep]:

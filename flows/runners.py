@@ -7,7 +7,6 @@ machines share. Ray and Dask are imported only where they are asked for.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -39,12 +38,10 @@ def one_after_another(
 
 
 def runner_of(extraction: ExtractionConfig, verifier: VerifierConfig) -> CallAll:
-    """How the shards are to be made. Raises ValueError where that needs a package, or another device."""
+    """How the shards are to be made. Raises ValueError where that needs another device."""
     name = extraction.runner
     if name == "inline":
         return one_after_another
-    if not find_spec(f"prefect_{name}"):
-        raise ValueError(f"extraction.runner: {name} needs the package prefect-{name}; pip install 'dflash[{name}]'")
     if ":" in verifier.device:
         raise ValueError(
             f"verifier.device: {verifier.device} is one GPU, but workers get different ones; set it to auto or cuda"

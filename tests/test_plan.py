@@ -1,5 +1,6 @@
 """What a plan says of steps that are not cached."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from dflash.bundled import resolve
 from dflash.corpus.collection import collect
+from dflash.hidden import planning
 from dflash.plan import PlannedStep, plan
 from flows.recipes import load_recipe
 
@@ -33,6 +35,30 @@ def test_a_damaged_artifact_says_what_depends_on_how_it_comes_out_again() -> Non
     reason = planned()["generation"].reason
     assert reason.startswith(f"{file}: missing")
     assert reason.endswith("what comes after runs only if it comes out otherwise")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("extraction.runner=ray", r"extraction.runner: ray needs .* pip install 'dflash\[ray\]'"),
+        ("extraction.storage=s3://bucket", r"extraction.storage: .* pip install 'dflash\[cloud\]'"),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch, change: str, message: str
+) -> None:
+    monkeypatch.setattr(planning, "find_spec", lambda _: None)
+    planned()
+    with pytest.raises(ValueError, match=message):
+        planned(change)
+
+
+def test_a_width_that_fp8_does_not_allow_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    narrow = shutil.copytree(resolve("bundled:demo-verifier"), tmp_path / "narrow")
+    settings = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps(settings | {"hidden_size": 96}))
+    with pytest.raises(ValueError, match=r"fp8 needs a hidden size divisible by 64, the verifier's is 96"):
+        planned(f"verifier.model={narrow}", "extraction.storage_dtype=fp8")
 
 
 def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:

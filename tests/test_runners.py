@@ -176,10 +176,7 @@ def test_what_must_come_first_stops_the_rest(tmp_path: Path) -> None:
     assert [str(state.type) for state in one_after_another(fail, [(1,), (2,)])] == ["StateType.FAILED"] * 2
 
 
-def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runners, "find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"extraction.runner: ray needs .* pip install 'dflash\[ray\]'"):
-        runner_of(ExtractionConfig(runner="ray"), VERIFIER)
+def test_without_a_cluster_shards_are_made_one_after_another() -> None:
     assert runner_of(ExtractionConfig(), VERIFIER) is one_after_another
 
 

@@ -3,6 +3,7 @@
 import logging
 import shutil
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import polars as pl
 from pydantic import BaseModel, ConfigDict, Field
@@ -43,17 +44,33 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier) -> list[ShardPlan]:
-    """Cut the corpus, in its order, into shards of about `shard_tokens`, larger ones where that would be too many.
-
-    Raises ValueError for tap layers that the verifier does not have, and for fp8 where its width does not allow it.
-    """
-    tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
+def check_states(config: ExtractionConfig, verifier: PinnedVerifier) -> list[int]:
+    """The tap layers. Raises ValueError for those that the verifier does not have, and where it is too odd for fp8."""
     if config.storage_dtype == "fp8" and verifier.hidden_size % 64:
         raise ValueError(
             f"extraction.storage_dtype: fp8 needs a hidden size divisible by 64, the verifier's is "
             f"{verifier.hidden_size}; use bfloat16"
         )
+    return tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
+
+
+def check_packages(config: ExtractionConfig) -> None:
+    """Raises ValueError where the runner or the storage needs a package that is not here."""
+    if config.runner != "inline" and not find_spec(f"prefect_{config.runner}"):
+        raise ValueError(
+            f"extraction.runner: {config.runner} needs the package prefect-{config.runner}; "
+            f"pip install 'dflash[{config.runner}]'"
+        )
+    if config.storage and not find_spec("obstore"):
+        raise ValueError("extraction.storage: object stores need a package: pip install 'dflash[cloud]'")
+
+
+def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier) -> list[ShardPlan]:
+    """Cut the corpus, in its order, into shards of about `shard_tokens`, larger ones where that would be too many.
+
+    Raises ValueError for tap layers that the verifier does not have, and for fp8 where its width does not allow it.
+    """
+    check_states(config, verifier)
     whole = extraction_key(config, corpus, verifier)
     lengths = pl.read_parquet(corpus.path / "corpus.parquet", columns=["length"])["length"].to_list()
     size = max(config.shard_tokens, -(-sum(lengths) // MOST_SHARDS))
