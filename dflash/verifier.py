@@ -340,12 +340,13 @@ REMEDIES = {
 def load_verifier(pinned: PinnedVerifier) -> Verifier:
     """The model of a pinned folder, on its device or devices.
 
-    Raises ValueError for one that cannot be loaded, lacks weights, holds some that are not finite, or computes its
-    logits or layers in a way that is not known here: its hidden states would be of no use to a drafter.
+    Raises ValueError for one that cannot be loaded, lacks weights, holds some of another shape or not finite, or
+    computes its logits or layers in a way that is not known here: its hidden states would be of no use to a drafter.
     """
     device = resolve_device(pinned.device)
     local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": pinned.trust_remote_code}
     options = local | {"dtype": getattr(torch, pinned.dtype), "output_loading_info": True}
+    options["ignore_mismatched_sizes"] = True  # they are refused below, by name
     if pinned.device_map:
         options["device_map"] = pinned.device_map
     if pinned.attn_implementation != "auto":
@@ -361,6 +362,12 @@ def load_verifier(pinned: PinnedVerifier) -> Verifier:
         cause = " ".join(str(error).split())
         remedy = next((remedy for sign, remedy in REMEDIES.items() if sign in cause.lower()), "get the model again")
         raise ValueError(f"verifier.model: {pinned.path} cannot be loaded ({cause[:200]}); {remedy}") from error
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ValueError(
+            f"verifier.model: {pinned.path} holds {len(mismatched)} weights of the wrong shape, such as {name} of "
+            f"{list(found)}, where config.json asks for {list(expected)}; get the model again"
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"verifier.model: {pinned.path} lacks {len(missing)} weights of {type(model).__name__}, such as "

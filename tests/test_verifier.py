@@ -339,6 +339,14 @@ def test_missing_weights_are_refused_and_not_made_up(folder: Path) -> None:
         load(folder)
 
 
+def test_a_weight_of_the_wrong_shape_is_named(folder: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_weights(folder, lambda weights: weights.update({name: weights[name][:, :5].contiguous()}))
+    with pytest.raises(ValueError, match=rf"such as {name} of \[32, 5\], where config.json asks for \[32, 48\]") as e:
+        load(folder)
+    assert "\n" not in str(e.value)
+
+
 def test_a_verifier_whose_logits_are_made_in_an_unknown_way_is_refused(folder: Path) -> None:
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"logit_scale": 0.5}))  # which Llama does not look at
