@@ -364,7 +364,7 @@ class ExtractionConfig(Config):
     @classmethod
     def _distinct(cls, ids: list[int]) -> list[int]:
         if len(set(ids)) != len(ids) or ids != sorted(ids) or any(i < 0 for i in ids):
-            raise ValueError(f"tap layers must be distinct, ascending and >= 0, got {ids}")
+            raise ValueError(f"choose from 0 to the verifier's last layer but one, each once, ascending, got {ids}")
         return ids
 
     @field_validator("storage")

@@ -6,6 +6,7 @@ index and the verifier's frozen ends beside them, so that training needs nothing
 B batch, T tokens, F features (taps x hidden size)
 """
 
+import errno
 import json
 import logging
 import random
@@ -13,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -26,9 +27,9 @@ from safetensors.torch import save_file
 from dflash.config import ExtractionConfig
 from dflash.corpus.bucketing import padded_runs
 from dflash.hidden.planning import ShardPlan, plan_shards
-from dflash.hidden.store import REMOTE, RowStates, write_shard
+from dflash.hidden.store import LEDGER, REMOTE, RowStates, write_shard
 from dflash.keys import extraction_key
-from dflash.manifests import MANIFEST, Artifact, FileRecord, Progress, file_sha256, load_manifest, publish, silent
+from dflash.manifests import MANIFEST, Artifact, FileRecord, Progress, file_sha256, home, load_manifest, publish, silent
 from dflash.pinning import PinnedVerifier, tap_layers
 from dflash.verifier import Outputs, Verifier, load_verifier
 
@@ -106,6 +107,7 @@ def extract_shard(
         batch_tokens=config.batch_tokens,
     )
     with (
+        _naming_a_full_disk(home() / plan.location),
         publish(plan.key, summary=summary, location=plan.location) as (folder, artifact),
         closing(_ahead(batches)) as computed,
     ):
@@ -148,6 +150,22 @@ def extract_shard(
     for entry in left_out:
         log.warning("shard %s: row %s is left out: %s", plan.name, entry.id, entry.reason)
     return artifact()
+
+
+@contextmanager
+def _naming_a_full_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = shutil.disk_usage(home()).free
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: without this shard {free:,} bytes are free, and a quota may allow fewer; make room, "
+            "or set DFLASH_HOME to a larger disk",
+            str(folder),
+        ) from error
 
 
 def _batches(
@@ -269,6 +287,11 @@ def seal(
     whole = _index(pl.scan_parquet(corpus.path / "corpus.parquet").drop("input_ids", "loss_mask").collect(), plans)
     left_out = {plan.rows[i] for plan, shard in zip(plans, shards, strict=True) for i in shard.summary["left_out"]}
     index = whole[[row for row in range(whole.height) if row not in left_out]]
+    if not index.height:
+        entry = json.loads((shards[0].path / LEDGER).read_text())[0]
+        raise ValueError(
+            f"no row is left: all {whole.height} are left out, the first ({entry['id']}): {entry['reason']}"
+        )
     supervised, on_policy = (sum(shard.summary[name] for shard in shards) for name in ("supervised", "on_policy"))
     states = {
         "features": FEATURES,

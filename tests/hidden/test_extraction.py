@@ -1,5 +1,6 @@
 """Extraction end to end on a tiny real verifier: plans, shards, seal, reading, interruption and damage."""
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
 
 from dflash.config import ExtractionConfig
 from dflash.corpus.bucketing import padded_runs
-from dflash.hidden import extraction, planning
+from dflash.hidden import extraction, planning, store
 from dflash.hidden.extraction import extract_shard, seal
 from dflash.hidden.planning import ShardPlan, check_space, estimate, plan_shards
 from dflash.hidden.store import DAMAGED_MANIFEST, HiddenStates
@@ -247,6 +248,23 @@ def test_hidden_states_that_cannot_be_used_leave_nothing(
     assert not any((home() / plan.location).parent.iterdir())
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_with_what_to_do(
+    verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    corpus = make_corpus(LENGTHS)
+    plan = plan_shards(CONFIG, corpus, verifier)[0]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(store.ArrayWriter, "append", full)
+    with pytest.raises(OSError, match=r"[\d,]+ bytes are free, .* set DFLASH_HOME to a larger disk") as caught:
+        extract_shard(plan, CONFIG, corpus, verifier)
+    assert caught.value.errno == code
+    assert str(home() / plan.location) in str(caught.value)
+
+
 KILLED = """
 import os, signal, sys
 from hidden_small import make_corpus, pinned
@@ -314,3 +332,9 @@ def test_more_bytes_than_the_quota_or_the_disk_are_refused_with_the_numbers(
 def test_a_tap_layer_out_of_range_is_refused_before_anything_is_made(verifier: PinnedVerifier) -> None:
     with pytest.raises(ValueError, match=r"target_layer_ids: layer 3 is out of range; .* taps are 0\.\.2"):
         plan_shards(CONFIG.model_copy(update={"target_layer_ids": [0, 3]}), make_corpus(LENGTHS), verifier)
+
+
+@pytest.mark.parametrize("ids", [[2, 2], [2, 0], [-1]])
+def test_a_choice_of_tap_layers_that_is_none_is_told_what_to_choose_from(ids: list[int]) -> None:
+    with pytest.raises(ValueError, match="choose from 0 to the verifier's last layer but one, each once, ascending"):
+        ExtractionConfig(target_layer_ids=ids)

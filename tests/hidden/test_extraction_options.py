@@ -85,6 +85,17 @@ class Stumbling(Verifier):
         )
 
 
+def test_where_no_row_is_left_the_first_reason_is_given(
+    verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = load_verifier(verifier)
+    loaded.__class__ = Stumbling
+    monkeypatch.setattr(extraction, "loaded_verifier", lambda _: loaded)
+    config = CONFIG.model_copy(update={"max_left_out_share": 1})
+    with pytest.raises(ValueError, match=r"no row is left: all 2 are left out, the first \(row0\d\): .*not finite"):
+        extract(config, make_corpus([16, 16]), verifier)
+
+
 def test_a_row_without_usable_states_is_in_the_ledger_and_not_in_the_index(
     verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
