@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+HOST = socket.gethostname()  # in names of scratch, as machines that share a disk may have processes of equal numbers
 
 
 class Damaged(ValueError):
@@ -140,7 +142,7 @@ def text_sha256(text: str) -> str:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """All of it or nothing, also after a power cut."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside = path.with_name(f".{path.name}.{HOST}.{os.getpid()}")
     with aside.open("wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
@@ -171,6 +173,13 @@ def _is_running(pid: str) -> bool:
     return True
 
 
+def remove_leftovers(folder: Path, name: str = "*") -> None:
+    """Remove the scratch of attempts at `name` in the folder whose process, one of this machine, was killed."""
+    for scratch in folder.glob(f".{name}.{HOST}.*"):
+        if not _is_running(scratch.name.rpartition(f".{HOST}.")[2]):
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
 @contextmanager
 def publish(
     key: Key,
@@ -188,10 +197,9 @@ def publish(
     are in place already and belong to this artifact.
     """
     final = home() / (location or key.location)
-    scratch = final.parent / f".{final.name}.{os.getpid()}"
-    for other in final.parent.glob(f".{final.name}.*"):
-        if other == scratch or not _is_running(other.suffix[1:]):  # left by a process that was killed
-            shutil.rmtree(other, ignore_errors=True)
+    scratch = final.parent / f".{final.name}.{HOST}.{os.getpid()}"
+    shutil.rmtree(scratch, ignore_errors=True)  # of an earlier process of this number
+    remove_leftovers(final.parent, final.name)
     scratch.mkdir(parents=True)
     published: list[Artifact] = []
 

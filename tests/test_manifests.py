@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflash.manifests import MANIFEST, Artifact, Damaged, Key, find, load_manifest, manifests, publish, verify
+from dflash.manifests import HOST, MANIFEST, Artifact, Damaged, Key, find, load_manifest, manifests, publish, verify
 
 KEY = Key(stage="tokenization", recipe=1, config={"max_length": 8}, inputs={"conversations": "abc"})
 
@@ -50,13 +50,14 @@ def test_what_a_killed_attempt_left_is_removed_by_the_next(home: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     folder = home / "artifacts" / "tokenization"
-    left, others = [folder / f".{KEY}.{pid}" for pid in (ended.pid, os.getppid())]
-    other_key = folder / f".{KEY.model_copy(update={'recipe': 2})}.{ended.pid}"
-    for scratch in (left, others, other_key):
+    left, others = [folder / f".{KEY}.{HOST}.{pid}" for pid in (ended.pid, os.getppid())]
+    other_host = folder / f".{KEY}.{HOST}-2.{ended.pid}"
+    other_key = folder / f".{KEY.model_copy(update={'recipe': 2})}.{HOST}.{ended.pid}"
+    for scratch in (left, others, other_host, other_key):
         scratch.mkdir(parents=True)
         (scratch / "data.txt").write_text("half")
     make()
-    assert [path.exists() for path in (left, others, other_key)] == [False, True, True]
+    assert [path.exists() for path in (left, others, other_host, other_key)] == [False, True, True, True]
 
 
 def test_a_failure_while_replacing_never_leaves_the_old_manifest_beside_new_files(

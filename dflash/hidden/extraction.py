@@ -29,7 +29,18 @@ from dflash.corpus.bucketing import padded_runs
 from dflash.hidden.planning import ShardPlan, plan_shards
 from dflash.hidden.store import LEDGER, REMOTE, RowStates, write_shard
 from dflash.keys import extraction_key
-from dflash.manifests import MANIFEST, Artifact, FileRecord, Progress, file_sha256, home, load_manifest, publish, silent
+from dflash.manifests import (
+    MANIFEST,
+    Artifact,
+    FileRecord,
+    Progress,
+    file_sha256,
+    home,
+    load_manifest,
+    publish,
+    remove_leftovers,
+    silent,
+)
 from dflash.pinning import PinnedVerifier, tap_layers
 from dflash.verifier import Outputs, Verifier, load_verifier
 
@@ -327,8 +338,7 @@ def seal(
         save_file(weights, folder / "verifier.safetensors")
         shutil.copyfile(Path(verifier.path) / "config.json", folder / "verifier_config.json")
         (folder / "states.json").write_text(json.dumps(states, indent=1))
-    for leftover in (artifact().path / "shards").glob(".*"):  # of attempts that were killed
-        shutil.rmtree(leftover)
+    remove_leftovers(artifact().path / "shards")
     _load.cache_clear()  # training wants the memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

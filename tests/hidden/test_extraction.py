@@ -22,7 +22,7 @@ from dflash.hidden.extraction import extract_shard, seal
 from dflash.hidden.planning import ShardPlan, check_space, estimate, plan_shards
 from dflash.hidden.store import DAMAGED_MANIFEST, HiddenStates
 from dflash.keys import extraction_key
-from dflash.manifests import MANIFEST, Artifact, Damaged, find, home, load_manifest, verify
+from dflash.manifests import HOST, MANIFEST, Artifact, Damaged, find, home, load_manifest, verify
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import load_verifier
 
@@ -303,6 +303,20 @@ def test_a_killed_extraction_keeps_its_finished_shards(
     assert made == [1, 2]
     assert {path.name for path in (artifact.path / "shards").iterdir()} == {"0000", "0001", "0002"}
     verify(artifact, deep=True)
+
+
+def test_the_seal_leaves_the_scratch_of_those_who_are_at_work(verifier: PinnedVerifier) -> None:
+    corpus = make_corpus(LENGTHS)
+    plans = plan_shards(CONFIG, corpus, verifier)
+    shards = [extract_shard(plan, CONFIG, corpus, verifier) for plan in plans]
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    owners = (f"{HOST}.{ended.pid}", f"{HOST}.{os.getppid()}", f"another.{ended.pid}")
+    scratch = [shards[0].path.with_name(f".0001.{owner}") for owner in owners]
+    for folder in scratch:
+        folder.mkdir()
+    seal(shards, CONFIG, corpus, verifier)
+    assert [folder.exists() for folder in scratch] == [False, True, True]
 
 
 def test_the_estimate_is_close_to_the_bytes(verifier: PinnedVerifier) -> None:
