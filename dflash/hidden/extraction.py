@@ -321,7 +321,7 @@ def seal(
         # and unknown where it was not asked
         "on_policy_share": on_policy / supervised if config.greedy else None,
     }
-    known = {name: record for shard in shards for name, record in _records(shard).items()}
+    known = {name: record for shard in shards for name, record in records_of(shard).items()}
     summary = {
         "rows": index.height,
         "left_out": len(left_out),
@@ -359,7 +359,7 @@ def _index(corpus: pl.DataFrame, plans: list[ShardPlan]) -> pl.DataFrame:
     return corpus.with_columns(shard=pl.Series(shard, dtype=pl.Int32), start=pl.Series(start, dtype=pl.Int64))
 
 
-def _records(shard: Artifact) -> dict[str, FileRecord]:
+def records_of(shard: Artifact) -> dict[str, FileRecord]:
     """The files of a shard, its manifest included, by their names in the whole."""
     prefix, manifest = f"shards/{shard.path.name}", shard.path / MANIFEST
     stat = manifest.stat()

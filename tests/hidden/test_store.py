@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from dflash.hidden import store
 from dflash.hidden.encoding import as_stored
+from dflash.hidden.extraction import records_of
 from dflash.hidden.store import HiddenStates, LeftOut, Row, RowStates, layout, write_shard
 from dflash.manifests import MANIFEST, Damaged, Key, publish
 
@@ -253,15 +254,16 @@ def test_a_wrong_number_of_rows_is_refused(tmp_path: Path, count: int) -> None:
 def make_artifact(*, dtype: str = "bfloat16", shards: int = 2, **options: Any) -> Path:
     """As extraction makes it: shards of the same lengths, their rows interleaved in the index."""
     key = Key(stage="extraction", recipe=1, config={"dtype": dtype, "shards": shards, **options}, inputs={})
-    index = []
+    index, known = [], {}
     for shard in range(shards):
         part = Key(stage="extraction", recipe=1, config={"shard": shard}, inputs={"extraction": str(key)})
-        with publish(part, summary={}, location=f"{key.location}/shards/{shard:04d}") as (folder, _):
+        with publish(part, summary={}, location=f"{key.location}/shards/{shard:04d}") as (folder, made):
             attributes = {"shard": shard, "verifier": "abc", "target_layer_ids": [0, 1, 2]}
             write(folder, states(seed=shard), dtype=dtype, attributes=attributes, **options)
+        known |= records_of(made())
         for i, length in enumerate(LENGTHS):
             index.append(Row(f"{shard}-{i}", "maths", "train", 0, length, 1, shard, sum(LENGTHS[:i])))
-    with publish(key, summary={}) as (folder, artifact):
+    with publish(key, summary={}, known=known) as (folder, artifact):
         info = {"storage_dtype": dtype, "target_layer_ids": [0, 1, 2], "verifier": {"identity": "abc"}}
         (folder / "states.json").write_text(json.dumps(info))
         (folder / "verifier_config.json").write_text("{}")

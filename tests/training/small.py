@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash.config import TrainingConfig
+from dflash.hidden.extraction import records_of
 from dflash.hidden.store import Row, RowStates, write_shard
 from dflash.manifests import Artifact, Key, publish
 from tests.drafter.small import VERIFIER
@@ -34,7 +35,7 @@ def make_states(
     rows = rows or [make_row(length, prompt=prompt, generator=generator) for length in lengths]
     key = Key(stage="extraction", recipe=1, config={}, inputs={"lengths": str(lengths), "seed": str(seed)})
     shard = Key(stage="extraction", recipe=1, config={"shard": 0}, inputs={"extraction": str(key)})
-    with publish(shard, summary={}, location=f"{key.location}/shards/0000") as (folder, _):
+    with publish(shard, summary={}, location=f"{key.location}/shards/0000") as (folder, made):
         write_shard(
             folder,
             rows,
@@ -64,7 +65,7 @@ def make_states(
         name: torch.randn(VOCAB, HIDDEN, generator=frozen_generator)
         for name in ("embed_tokens.weight", "lm_head.weight")
     }
-    with publish(key, summary={}) as (folder, result):
+    with publish(key, summary={}, known=records_of(made())) as (folder, result):
         verifier = {"name": "small", "identity": "0" * 16, "dtype": "float32"}
         states = {"target_layer_ids": [1, 3], "storage_dtype": "float32", "verifier": verifier}
         states |= {"chat": {"template_sha256": None, "options": {}}, "on_policy_share": 1.0}
