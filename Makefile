@@ -29,6 +29,10 @@ lint: install
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# extraction against the bare forward pass and against one row at a time; reading against memmap and safetensors
+bench-extraction: install
+	$(BIN)/python benchmarks/extraction.py
+
 up: install
 	$(BIN)/dflash up
 
