@@ -4,7 +4,7 @@ RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up install clean
+.PHONY: demo test lint up install clean bench-corpus bench-extraction
 
 install: $(VENV)/installed
 
@@ -28,6 +28,13 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# tokenization, padding and runs, memory of collection: minutes on a quiet machine. DATA: your own JSONL files
+DATA :=
+bench-corpus: install
+	$(BIN)/python benchmarks/tokenization.py --rows 120000 $(if $(DATA),--data $(DATA))
+	$(BIN)/python benchmarks/padding.py $(if $(DATA),--data $(DATA))
+	$(BIN)/python benchmarks/collection_memory.py --rows 1000000
 
 # extraction against the bare forward pass and against one row at a time; reading against memmap and safetensors
 bench-extraction: install

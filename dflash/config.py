@@ -129,7 +129,9 @@ class GenerationConfig(Config):
     """On-policy answers: the verifier responds to every user turn; its token ids are kept as they were served."""
 
     prompts: list[SourceConfig] = Field(title="Prompts", min_length=1, description="Where conversations come from.")
-    max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
+    max_prompts: int = Field(
+        0, title="Most prompts", ge=0, description="Use only the first N, or a mix of N by weight; 0 uses all."
+    )
     deduplicate: Literal["near", "exact", "off"] = Field(
         "near", title="Duplicates", description="near: equal but for case, spaces and Unicode form. exact: equal."
     )

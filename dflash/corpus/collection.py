@@ -169,7 +169,7 @@ def collect(
             if source.weight and not flags.any():
                 raise ValueError(
                     f"{source.path}: its weight of {source.weight:g} gives it less than one row of the mix; "
-                    f"raise it{' or generation.max_prompts' * bool(config.max_prompts)}"
+                    "raise it" + ", or max_prompts, or limit the sources without a weight" * bool(config.max_prompts)
                 )
         if not summary["rows"]:
             message = (
