@@ -281,7 +281,8 @@ def test_a_weight_too_small_for_a_single_row_is_refused(prompt_file: WriteFile):
     sources = [{"path": str(one), "weight": 0.9}, {"path": str(two), "weight": 0.1}]
     with pytest.raises(ValueError, match=r"two.jsonl: its weight of 0.01 .* one row of the mix; raise it$"):
         collect(config(sources[0], sources[1] | {"weight": 0.01}))
-    with pytest.raises(ValueError, match=r"two.jsonl: its weight of 0.1 .*; raise it, or max_prompts, or limit the sources without a weight$"):
+    remedy = "raise it, or max_prompts, or limit the sources without a weight"
+    with pytest.raises(ValueError, match=rf"two.jsonl: its weight of 0.1 .*; {remedy}$"):
         collect(config(*sources, max_prompts=3))
 
 
