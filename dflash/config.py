@@ -379,6 +379,54 @@ class ExtractionConfig(Config):
         return url.rstrip("/") if not url.endswith("://") else url
 
 
+class LossConfig(Config):
+    """Weights of a mixture of losses per slot. All but ce need the verifier's final states: extraction.store_final."""
+
+    ce: float = Field(1.0, title="Cross-entropy", ge=0, description="Of the label.")
+    kl: float = Field(0.0, title="KL divergence", ge=0, description="Of the drafter from the verifier's distribution.")
+    tv: float = Field(0.0, title="Total variation", ge=0, description="1 - P(a sampled draft is accepted).")
+    lk: float = Field(
+        0.0, title="LK", ge=0, description="Hybrid of KL and total variation, by acceptance (arXiv 2602.23881)."
+    )
+
+    @model_validator(mode="after")
+    def _something(self) -> "LossConfig":
+        if not any((self.ce, self.kl, self.tv, self.lk)):
+            raise ValueError("every loss has weight 0; give at least one a positive weight")
+        return self
+
+    @property
+    def of_distributions(self) -> bool:
+        """Whether the verifier's distribution is needed, beyond the labels."""
+        return bool(self.kl or self.tv or self.lk)
+
+
+class DrafterShapeConfig(Config):
+    """The drafter's layers. 0 or empty: as the verifier's."""
+
+    hidden_size: int = Field(
+        0,
+        title="Hidden size",
+        ge=0,
+        description="Another one than the verifier's adds two matrices, which no other engine serves.",
+    )
+    intermediate_size: int = Field(0, title="MLP width", ge=0, description="Of each layer.")
+    num_attention_heads: int = Field(0, title="Attention heads", ge=0, description="Query heads.")
+    num_key_value_heads: int = Field(0, title="Key/value heads", ge=0, description="Divides the attention heads.")
+    head_dim: int = Field(0, title="Head width", ge=0, description="Even.")
+    sliding_window: int = Field(
+        0,
+        title="Sliding window",
+        ge=0,
+        description="Layers with a window see only so many tokens before the anchor; 0: all layers see all.",
+    )
+    sliding_layers: list[int] = Field(
+        default_factory=list,
+        title="Layers with a window",
+        description="0-based; empty: all but the last, where there is a window.",
+    )
+
+
 class TrainingConfig(Config):
     """The DFlash drafter and how it is trained (defaults: arXiv 2602.06036, gamma for tree deployment)."""
 
@@ -389,18 +437,46 @@ class TrainingConfig(Config):
     )
     block_size: int = Field(16, title="Block size", ge=2, le=128, description="Slots per block, the anchor included.")
     num_layers: int = Field(5, title="Drafter layers", ge=1, description="Decoder layers of the drafter.")
+    shape: DrafterShapeConfig = Field(DrafterShapeConfig(), title="Shape", description="Widths, heads, windows.")
+    initialisation: str = Field(
+        "random",
+        title="Initialisation",
+        min_length=1,
+        description="random: N(0, 0.02). verifier: its last layers. Else the folder of a drafter to start from.",
+    )
     num_anchors: int = Field(512, title="Anchors", gt=0, description="Blocks sampled per conversation and step.")
-    slot_weights: Literal["decay", "dpace", "uniform"] = Field(
+    labels: Literal["greedy", "data"] = Field(
+        "greedy",
+        title="Labels",
+        description="greedy: what the verifier would say. data: the conversations' own tokens.",
+    )
+    loss: LossConfig = Field(LossConfig(), title="Loss", description="Cross-entropy, or a mixture.")
+    slot_weights: Literal["decay", "dpace", "tree", "uniform"] = Field(
         "decay",
         title="Slot weights",
-        description="decay: exp(-(k-1)/gamma). dpace: arXiv 2605.18810. uniform: every slot counts the same.",
+        description="decay: exp(-(k-1)/gamma). dpace: by the drafter's confidence (arXiv 2605.18810). tree: dpace for a tree "
+        "of tree_budget. uniform: every slot counts the same.",
     )
     gamma: float = Field(
         10.0, title="Gamma", gt=0, description="Of slot weights decay, in slots: 10 for trees, 7 in the paper."
     )
-    dpace_alpha: float = Field(0.5, title="D-PACE alpha", ge=0, le=1, description="Smoothing of D-PACE's confidences.")
-    noise_std: float = Field(
-        0.05, title="Feature noise", ge=0, description="In units of each tap's RMS; ramps from 0 during warmup."
+    dpace_alpha: float = Field(
+        0.5, title="D-PACE alpha", ge=0, le=1, description="Smoothing of the confidences of dpace and tree."
+    )
+    tree_budget: int = Field(
+        64,
+        title="Tree budget",
+        ge=0,
+        description="Of the deployment that validation, best checkpoint and slot weights tree are for; 0: chain.",
+    )
+    noise_start: float = Field(
+        0.05,
+        title="Feature noise",
+        ge=0,
+        description="In units of each tap's RMS; ramps linearly from 0 to this during warmup.",
+    )
+    noise_end: float = Field(
+        0.05, title="Feature noise at the end", ge=0, description="Linearly from the peak after warmup to this."
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw", title="Optimizer", description="muon: Muon for matrices, AdamW for the rest."
@@ -410,26 +486,96 @@ class TrainingConfig(Config):
     beta1: float = Field(0.9, title="Beta 1", ge=0, lt=1, description="AdamW.")
     beta2: float = Field(0.95, title="Beta 2", ge=0, lt=1, description="AdamW.")
     weight_decay: float = Field(0.0, title="Weight decay", ge=0, description="Decoupled.")
-    warmup_share: float = Field(0.04, title="Warmup", ge=0, le=1, description="Share of all steps; cosine to 0 after.")
+    schedule: Literal["cosine", "wsd", "linear"] = Field(
+        "cosine",
+        title="Schedule",
+        description="After warmup: cosine or linear to 0, or flat with a linear end (wsd).",
+    )
+    warmup_share: float = Field(0.04, title="Warmup", ge=0, le=1, description="Share of all steps.")
+    decay_share: float = Field(
+        0.2, title="Decay of wsd", ge=0, le=1, description="Share of all steps in which wsd goes to 0."
+    )
+    ema: float = Field(
+        0.0, title="EMA", ge=0, lt=1, description="Decay per step of the averaged weights that are published; 0: none."
+    )
     clip_norm: float = Field(1.0, title="Gradient clip", gt=0, description="Largest gradient norm.")
+    spike_factor: float = Field(
+        20.0,
+        title="Spike",
+        ge=0,
+        description="Skip a step whose gradient norm is above so many times the median of recent ones; 0: never.",
+    )
+    max_skipped: int = Field(
+        20, title="Most skipped steps", ge=0, description="Stop when more steps were skipped, non-finite ones included."
+    )
     epochs: int = Field(6, title="Epochs", gt=0, description="Passes over the training rows.")
     max_steps: int = Field(0, title="Most steps", ge=0, description="Stop after N optimizer steps; 0: epochs decide.")
+    order: Literal["interleaved", "shuffled", "sequential"] = Field(
+        "interleaved",
+        title="Order of batches",
+        description="Of length buckets: interleaved in proportion, shuffled, or one after another, shortest first.",
+    )
+    patience: int = Field(
+        0, title="Patience", ge=0, description="Stop after N validations without a better acceptance length; 0: never."
+    )
     max_tokens_per_batch: int = Field(
         16_384, title="Tokens per batch", gt=0, description="Padded tokens of the conversations in one micro-batch."
     )
-    accumulation: int = Field(1, title="Accumulation", ge=1, description="Micro-batches per optimizer step.")
+    accumulation: int = Field(
+        1, title="Accumulation", ge=1, description="Micro-batches per optimizer step, of all processes together."
+    )
     dtype: Literal["bfloat16", "float32"] = Field(
         "bfloat16", title="Precision", description="Arithmetic; master weights and moments are always float32."
     )
     seed: int = Field(0, title="Seed", ge=0, description="Same seed, same drafter.")
-    validation_budget: int = Field(64, title="Validation budget", ge=1, description="Tree budget in validation.")
-    validate_every: int = Field(
-        500, title="Validate every", gt=0, description="Steps between replays.", json_schema_extra=PRACTICAL
-    )
+    validate_every: int = Field(500, title="Validate every", gt=0, description="Steps between replays.")
     save_every: int = Field(
         200, title="Save every", gt=0, description="Steps between checkpoints.", json_schema_extra=PRACTICAL
     )
+    keep_last: int = Field(
+        2, title="Checkpoints kept", ge=1, description="The newest ones.", json_schema_extra=PRACTICAL
+    )
+    keep_every: int = Field(
+        0,
+        title="Keep for good",
+        ge=0,
+        description="Every N steps a checkpoint stays until training ends; 0: none.",
+        json_schema_extra=PRACTICAL,
+    )
+    accept_changes: bool = Field(
+        False,
+        title="Accept changed settings",
+        description="Continue from a checkpoint that was made with other settings.",
+        json_schema_extra=PRACTICAL,
+    )
     log_every: int = Field(10, title="Log every", gt=0, description="Steps between rows.", json_schema_extra=PRACTICAL)
+    processes: int = Field(
+        1,
+        title="Processes",
+        ge=0,
+        description="Ranks per machine that share each step; 0: one per GPU.",
+        json_schema_extra=PRACTICAL,
+    )
+    nodes: int = Field(1, title="Machines", ge=1, description="That train together.", json_schema_extra=PRACTICAL)
+    rendezvous: str = Field(
+        "",
+        title="Rendezvous",
+        description="host:port that all machines reach; needed for several.",
+        json_schema_extra=PRACTICAL,
+    )
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp",
+        title="Parallelism",
+        description="ddp: every rank holds all weights and moments. fsdp: each holds its share (FSDP2).",
+        json_schema_extra=PRACTICAL,
+    )
+    loss_memory_mb: int = Field(
+        0,
+        title="Memory of the loss",
+        ge=0,
+        description="For logits in memory at once; 0: what suits the device.",
+        json_schema_extra=PRACTICAL,
+    )
     device: str = Field(
         "auto", title="Device", pattern=DEVICE, description="auto, cpu, cuda or cuda:N.", json_schema_extra=PRACTICAL
     )
@@ -445,6 +591,17 @@ class TrainingConfig(Config):
     run_name: str = Field(
         "", title="W&B run name", description="Empty: made from the settings.", json_schema_extra=PRACTICAL
     )
+
+    @model_validator(mode="after")
+    def _processes_share_steps(self) -> "TrainingConfig":
+        if self.accumulation % max(1, self.processes * self.nodes):
+            raise ValueError(
+                f"accumulation {self.accumulation} is not a multiple of {self.processes * self.nodes} processes; each "
+                "takes as many micro-batches of a step as the others"
+            )
+        if self.nodes > 1 and not self.rendezvous:
+            raise ValueError(f"{self.nodes} machines need a rendezvous, the host:port of one of them")
+        return self
 
 
 class EvaluationConfig(Config):
@@ -493,6 +650,17 @@ class Recipe(Config):
             raise ValueError(
                 "extraction.storage memory:// ends with its process, and training has another; set a bucket, or leave "
                 "it empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _labels_are_stored(self) -> "Recipe":
+        if self.training.labels == "greedy" and not self.extraction.greedy:
+            raise ValueError("training.labels greedy needs extraction.greedy; set it, or set training.labels to data")
+        if self.training.loss.of_distributions and not self.extraction.store_final:
+            raise ValueError(
+                "training.loss: kl, tv and lk need the verifier's final states; set extraction.store_final, or leave "
+                "them at 0"
             )
         return self
 

@@ -5,6 +5,7 @@ number in RECIPES when its output would change (`tests/test_recipes.py` fails wh
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from dflash.config import (
@@ -16,10 +17,10 @@ from dflash.config import (
     TrainingConfig,
 )
 from dflash.inputs import identity_of
-from dflash.manifests import Artifact, Key, text_sha256
+from dflash.manifests import Artifact, Key, remembered_sha256, text_sha256
 from dflash.pinning import PinnedVerifier
 
-RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 1, "evaluation": 1}
+RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 2, "evaluation": 1}
 
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")
@@ -91,12 +92,18 @@ def extraction_key(config: ExtractionConfig, corpus: Artifact, verifier: PinnedV
 
 
 def training_key(config: TrainingConfig, hidden_states: Artifact) -> Key:
-    return Key(
-        stage="training",
-        recipe=RECIPES["training"],
-        config=config.identity(),
-        inputs={"hidden_states": hidden_states.identity},
-    )
+    """A drafter to start from counts by its content. Raises ValueError where it is not there."""
+    settings, inputs = config.identity(), {"hidden_states": hidden_states.identity}
+    if config.initialisation not in ("random", "verifier"):
+        settings["initialisation"] = "drafter"
+        for name in ("config.json", "model.safetensors"):
+            path = Path(config.initialisation).expanduser() / name
+            if not path.is_file():
+                raise ValueError(
+                    f"training.initialisation: no {path}; expected random, verifier or the folder of a drafter"
+                )
+            inputs[f"initialisation.{name}"] = remembered_sha256(path)
+    return Key(stage="training", recipe=RECIPES["training"], config=settings, inputs=inputs)
 
 
 def evaluation_key(

@@ -35,7 +35,7 @@ def test_the_production_recipes_are_the_published_configuration() -> None:
         assert (t.mask_token_id, recipe.tokenization.max_length) == (mask, length)
         assert (t.block_size, t.num_anchors, t.num_layers, t.gamma) == (16, 512, 5, 10)
         assert (t.optimizer, t.beta1, t.beta2, t.learning_rate) == ("adamw", 0.9, 0.95, 6e-4)
-        assert (t.warmup_share, t.clip_norm, t.noise_std, t.epochs) == (0.04, 1.0, 0.05, 6)
+        assert (t.warmup_share, t.clip_norm, t.noise_start, t.epochs) == (0.04, 1.0, 0.05, 6)
         assert t.slot_weights == "decay"
 
 

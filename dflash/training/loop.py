@@ -19,20 +19,20 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from dflash.config import TrainingConfig
 from dflash.decoding.replay import replay_rows
 from dflash.devices import resolve_device
-from dflash.drafter.blocks import block_labels, sample_anchors
+from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
-from dflash.drafter.losses import Tally, slot_statistics, slot_weights, tally
+from dflash.drafter.losses import Tally
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
 from dflash.hidden.store import HiddenStates, RowStates
 from dflash.keys import training_key
 from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, publish, silent
 from dflash.training.batches import Batch, add_noise, collate, plan_steps, read_ahead
 from dflash.training.checkpoints import Checkpoint, load_newest, save_checkpoint
+from dflash.training.objective import block_loss
 from dflash.training.optimizers import (
     average_and_clip,
     load_state_tensors,
@@ -160,7 +160,7 @@ def _train(
             return
         rows = (store.read(row) for row in unless(should_stop, validation_rows))
         with autocast:
-            methods = replay_rows(drafter, ends, rows, budgets=[config.validation_budget])
+            methods = replay_rows(drafter, ends, rows, budgets=[config.tree_budget])
         taus = {method: acceptance.acceptance_length for method, acceptance in methods.items()}
         record({STEP: step} | {f"validation/acceptance_length/{name}": tau for name, tau in taus.items() if tau})
 
@@ -178,7 +178,7 @@ def _train(
         for step in range(done, total):
             t0 = time.perf_counter()
             factor = learning_rate_factor(step, total=total, warmup_share=config.warmup_share)
-            std = noise_std(step, total=total, warmup_share=config.warmup_share, peak=config.noise_std)
+            std = noise_std(step, total=total, warmup_share=config.warmup_share, peak=config.noise_start)
             anchor_generator = torch.Generator().manual_seed(derived_seed(config.seed, step))
             noise_generator = torch.Generator(device).manual_seed(derived_seed(config.seed, step, 1))
             blocks = Tally()
@@ -250,41 +250,6 @@ def _train(
         shutil.copyfile(folder / "metrics.jsonl", scratch / "metrics.jsonl")
     shutil.rmtree(folder)
     return result()
-
-
-def block_loss(
-    drafter: Drafter,
-    ends: Ends,
-    batch: Batch,
-    *,
-    features_BTF: Tensor,
-    anchors_BA: Tensor,
-    valid_BA: Tensor,
-    weights: str,
-    gamma: float,
-    alpha: float,
-) -> tuple[Tensor, Tally]:
-    """The weighted sum of the slots' negative log-likelihoods, not divided by anything yet, and its tally."""
-    labels_BAS, live_BAS = block_labels(
-        batch.greedy_ids_BT,
-        batch.loss_mask_BT,
-        lengths_B=batch.lengths_B,
-        anchors_BA=anchors_BA,
-        valid_BA=valid_BA,
-        block_size=drafter.config.block_size,
-    )
-    hidden_BASH = drafter.draft(
-        ends,
-        batch.input_ids_BT.gather(1, anchors_BA),
-        anchors_BA=anchors_BA,
-        context=drafter.context(features_BTF),
-    )
-    nll_N, rank_N = slot_statistics(hidden_BASH[live_BAS], labels_BAS[live_BAS], ends)
-    nll_BAS = torch.zeros_like(live_BAS, dtype=torch.float32).masked_scatter(live_BAS, nll_N)
-    rank_BAS = torch.zeros_like(labels_BAS).masked_scatter(live_BAS, rank_N)
-    weights_BAS, normaliser = slot_weights(weights, live_BAS, nll_BAS, gamma=gamma, alpha=alpha)
-    loss = (weights_BAS * nll_BAS).sum()
-    return loss, tally(loss=loss, weight=normaliser, rank_BAS=rank_BAS, live_BAS=live_BAS)
 
 
 def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:

@@ -91,7 +91,7 @@ def make_config(**changes: object) -> TrainingConfig:
         "epochs": 3,
         "max_tokens_per_batch": 80,
         "dtype": "float32",
-        "validation_budget": 4,
+        "tree_budget": 4,
         "validate_every": 8,
         "save_every": 3,
         "log_every": 2,
