@@ -454,8 +454,8 @@ class TrainingConfig(Config):
     slot_weights: Literal["decay", "dpace", "tree", "uniform"] = Field(
         "decay",
         title="Slot weights",
-        description="decay: exp(-(k-1)/gamma). dpace: by the drafter's confidence (arXiv 2605.18810). tree: dpace for a tree "
-        "of tree_budget. uniform: every slot counts the same.",
+        description="decay: exp(-(k-1)/gamma). dpace: by the drafter's confidence (arXiv 2605.18810). tree: dpace for "
+        "trees of tree_budget. uniform: every slot counts the same.",
     )
     gamma: float = Field(
         10.0, title="Gamma", gt=0, description="Of slot weights decay, in slots: 10 for trees, 7 in the paper."
