@@ -67,7 +67,7 @@ def decode(
     device = verifier.device
     prompt_1T = torch.tensor([prompt_ids], device=device)
     features_1TF, greedy_1T, *_ = verifier.forward(prompt_1T, layers=layers, cache=cache)
-    context = drafter.context(as_stored(features_1TF, storage_dtype))
+    context = drafter.context(as_stored(features_1TF[0], storage_dtype))
     ids = [int(greedy_1T[0, -1])]
     accepted: list[int] = []
     while ids[-1] not in verifier.eos_ids and len(ids) < max_new_tokens:
@@ -93,5 +93,5 @@ def decode(
         accepted.append(num_accepted)
 
         compact(cache, torch.cat([torch.arange(anchor, device=device), anchor + kept]))
-        context.append(drafter.context(as_stored(features_1MF[:, kept], storage_dtype), start=anchor))
+        context.append(drafter.context(as_stored(features_1MF[0, kept], storage_dtype), start=anchor))
     return Decoded(ids, accepted)

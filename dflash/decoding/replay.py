@@ -35,14 +35,14 @@ def draft_tokens(
     drafter: Drafter, ends: Ends, anchor_ids_A: Tensor, *, anchors_A: Tensor, context: Context, k: int
 ) -> tuple[Tensor, Tensor]:
     """The drafter's k best tokens of each slot after each anchor: float32 log-probabilities (A, S, k) and ids."""
-    hidden_1ASH = drafter.draft(ends, anchor_ids_A[None], anchors_BA=anchors_A[None], context=context)
-    hidden_NH = hidden_1ASH.flatten(0, 2)
+    hidden_ASH = drafter.draft(ends, anchor_ids_A, anchors_A=anchors_A, context=context)
+    hidden_NH = hidden_ASH.flatten(0, 1)
     parts = [
         top_tokens(ends.logits(part_NH).float().log_softmax(-1), k)
         for part_NH in hidden_NH.split(max(1, LOGITS_PER_PASS // ends.vocab_size))
     ]
     values_NK, ids_NK = (torch.cat(part) for part in zip(*parts, strict=True))
-    return values_NK.unflatten(0, hidden_1ASH.shape[1:3]), ids_NK.unflatten(0, hidden_1ASH.shape[1:3])
+    return values_NK.unflatten(0, hidden_ASH.shape[:2]), ids_NK.unflatten(0, hidden_ASH.shape[:2])
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def replay(drafter: Drafter, ends: Ends, row: RowStates, *, budgets: Sequence[in
     device = drafter.fc.weight.device
     first, end = response_span(row.loss_mask_T)
     ids_T = row.input_ids_T[:end].to(device, torch.int64)
-    context = drafter.context(row.features_TF[None, : end - 1].to(device))
+    context = drafter.context(row.features_TF[: end - 1].to(device))
     slots_S = torch.arange(1, drafter.config.block_size, device=device)
     accepted_at: dict[str, list[int]] = {method: [] for method in (CHAIN, *map(method_name, budgets))}
     for start in range(first, end - 1, ANCHORS_PER_PASS):

@@ -1,127 +1,181 @@
 """Attention of anchored blocks over a shared context. Tensors in, tensors out: knows no weights and no tokens.
 
-Each block of W queries sees the context keys at positions strictly before its anchor, and all of its own block.
+Each block of W queries sees a range of the context's keys, which ends before its anchor, and all of its own block.
 
-B batch, A anchors (blocks), W block size, T context tokens, Q query heads, K key/value heads, G = Q/K, D head width
+P context tokens, A anchors (blocks), W block size, Q query heads, K key/value heads, G = Q/K, D head width
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CHUNK_SCORES = 1 << 20
+"""Scores in memory at once (4 MB in float32, which stays in a core's cache)."""
+
+SLACK = 64
+"""Keys per block that may be looked at in vain, for the sake of larger products."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Blocks next to each other that see nearly the same keys: both as slices, and which of them each does not see."""
+
+    blocks: slice
+    keys: slice
+    hidden_CL: Tensor | None  # noqa: N815
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What each block sees of the context, the keys first..end; made once for all layers."""
+
+    first_A: Tensor  # noqa: N815
+    end_A: Tensor  # noqa: N815
+    chunks: tuple[Chunk, ...]
+
+    @classmethod
+    def between(cls, first_A: Tensor, end_A: Tensor, *, queries: int) -> "Visible":
+        """Each of the A blocks has `queries` queries, of all heads. Cheapest if anchors ascend."""
+        return cls(first_A, end_A, tuple(_chunks(first_A, end_A, queries=queries)))
+
+
+def _chunks(first_A: Tensor, end_A: Tensor, *, queries: int) -> Iterator[Chunk]:
+    """Blocks in their order, as many together as see common keys, waste few, and fit into CHUNK_SCORES."""
+    firsts, ends = first_A.tolist(), end_A.tolist()
+    start, A = 0, len(ends)
+    while start < A:
+        low, high, seen, stop = firsts[start], max(ends[start], firsts[start]), 0, start
+        while stop < A:
+            a, b = firsts[stop], max(ends[stop], firsts[stop])
+            keys = max(high, b) - min(low, a)
+            count = stop + 1 - start
+            if count > 1 and (
+                a >= high  # of another document, or behind a window
+                or b <= low
+                or count * queries * keys > CHUNK_SCORES
+                or count * keys > 1.25 * (seen + b - a) + count * SLACK
+            ):
+                break
+            low, high, seen, stop = min(low, a), max(high, b), seen + b - a, stop + 1
+        tokens_L = torch.arange(low, high, device=first_A.device)
+        blocks = slice(start, stop)
+        hidden_CL = (tokens_L < first_A[blocks, None]) | (tokens_L >= end_A[blocks, None])
+        everything = seen == (stop - start) * (high - low)
+        yield Chunk(blocks, slice(low, high), None if everything else hidden_CL)
+        start = stop
+
 
 class _BlockAttention(torch.autograd.Function):
-    """Keeps no scores: the backward pass computes them again, as in FlashAttention, one row of the batch at a time."""
+    """Keeps no scores: the backward pass computes them again, as in FlashAttention, one chunk of blocks at a time."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, visible: Visible) -> Tensor:
         out = torch.empty_like(q)
-        for b in range(len(q)):
-            out[b] = _mixture(_probabilities(q[b], k[b], own_k[b], hidden[b]), v[b], own_v[b])
-        ctx.save_for_backward(q, k, v, own_k, own_v, hidden, out)
+        for chunk in visible.chunks:
+            a, t = chunk.blocks, chunk.keys
+            p = _probabilities(q[:, a], k[:, t], own_k[:, a], chunk.hidden_CL)
+            out[:, a] = _mixture(p, v[:, t], own_v[:, a])
+        ctx.save_for_backward(q, k, v, own_k, own_v, out)
+        ctx.visible = visible
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, own_k, own_v, hidden, out = ctx.saved_tensors
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        grad_own_k, grad_own_v = torch.empty_like(own_k), torch.empty_like(own_v)
+        q, k, v, own_k, own_v, out = ctx.saved_tensors
+        # chunks add up to the gradients of the context: in float32 at least
+        grad_k, grad_v = (torch.zeros_like(x, dtype=_wide(x)) for x in (k, v))
+        grad_q, grad_own_k, grad_own_v = (torch.empty_like(x) for x in (q, own_k, own_v))
         inner = (grad_out * out).sum(-1, keepdim=True)  # = sum over keys of p * dp (arXiv 2205.14135, eq. 4)
-        for b in range(len(q)):
-            p = _probabilities(q[b], k[b], own_k[b], hidden[b])
-            grad_scores = _scores(grad_out[b], v[b], own_v[b]).sub_(inner[b]).mul_(p)
-            grad_q[b] = _mixture(grad_scores, k[b], own_k[b])
-            grad_k[b], grad_own_k[b] = _collected(grad_scores, q[b], k.shape[2])
-            grad_v[b], grad_own_v[b] = _collected(p, grad_out[b], k.shape[2])
-        return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, None
+        for chunk in ctx.visible.chunks:
+            a, t = chunk.blocks, chunk.keys
+            p = _probabilities(q[:, a], k[:, t], own_k[:, a], chunk.hidden_CL)
+            grad_scores = _scores(grad_out[:, a], v[:, t], own_v[:, a]).sub_(inner[:, a]).mul_(p)
+            grad_q[:, a] = _mixture(grad_scores, k[:, t], own_k[:, a])
+            for weights, queries, grad, grad_own in (
+                (grad_scores, q[:, a], grad_k, grad_own_k),
+                (p, grad_out[:, a], grad_v, grad_own_v),
+            ):
+                from_context, grad_own[:, a] = _collected(weights, queries, t.stop - t.start)
+                grad[:, t] += from_context
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_own_k, grad_own_v, None
 
 
-# One row of the batch. X = T + W: a block's keys are the context and itself. R = G * W: the queries of a key head.
+# One chunk of C blocks and L keys. X = L + W: a block's keys are the context and itself. R = G * W: the queries of a
+# key head.
 
 
-def _scores(q_KARD: Tensor, k_KTD: Tensor, own_KAWD: Tensor) -> Tensor:
-    K, A, R, _ = q_KARD.shape
-    T, W = k_KTD.shape[1], own_KAWD.shape[2]
-    scores_KARX = q_KARD.new_empty(K, A, R, T + W)
-    torch.bmm(q_KARD.reshape(K, A * R, -1), k_KTD.mT, out=scores_KARX.view(K, A * R, T + W)[..., :T])
-    scores_KARX[..., T:] = q_KARD @ own_KAWD.mT
-    return scores_KARX
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
-def _probabilities(q_KARD: Tensor, k_KTD: Tensor, own_KAWD: Tensor, hidden_AT: Tensor) -> Tensor:
-    scores_KARX = _scores(q_KARD, k_KTD, own_KAWD)
-    scores_KARX[..., : k_KTD.shape[1]].masked_fill_(hidden_AT[:, None], float("-inf"))
-    wide = torch.promote_types(q_KARD.dtype, torch.float32)
-    return scores_KARX.softmax(-1, dtype=wide).to(q_KARD.dtype)
+def _scores(q_KCRD: Tensor, k_KLD: Tensor, own_KCWD: Tensor) -> Tensor:
+    K, C, R, _ = q_KCRD.shape
+    L, W = k_KLD.shape[1], own_KCWD.shape[2]
+    scores_KCRX = q_KCRD.new_empty(K, C, R, L + W)
+    torch.bmm(q_KCRD.reshape(K, C * R, -1), k_KLD.mT, out=scores_KCRX.view(K, C * R, L + W)[..., :L])
+    scores_KCRX[..., L:] = q_KCRD @ own_KCWD.mT
+    return scores_KCRX
 
 
-def _mixture(weights_KARX: Tensor, values_KTD: Tensor, own_KAWD: Tensor) -> Tensor:
-    """Sum over keys: (K, A, R, D)."""
-    K, A, R, X = weights_KARX.shape
-    T = values_KTD.shape[1]
-    mixed_KARD = (weights_KARX.view(K, A * R, X)[..., :T] @ values_KTD).view(K, A, R, -1)
-    return mixed_KARD.add_(weights_KARX[..., T:] @ own_KAWD)
+def _probabilities(q_KCRD: Tensor, k_KLD: Tensor, own_KCWD: Tensor, hidden_CL: Tensor | None) -> Tensor:
+    scores_KCRX = _scores(q_KCRD, k_KLD, own_KCWD)
+    if hidden_CL is not None:
+        scores_KCRX[..., : k_KLD.shape[1]].masked_fill_(hidden_CL[:, None], float("-inf"))
+    return scores_KCRX.softmax(-1, dtype=_wide(q_KCRD)).to(q_KCRD.dtype)
 
 
-def _collected(weights_KARX: Tensor, queries_KARD: Tensor, T: int) -> tuple[Tensor, Tensor]:
-    """Sum over queries, the transpose of a mixture: (K, T, D) for the context, (K, A, W, D) for each block's own."""
-    K, A, R, X = weights_KARX.shape
+def _mixture(weights_KCRX: Tensor, values_KLD: Tensor, own_KCWD: Tensor) -> Tensor:
+    """Sum over keys: (K, C, R, D)."""
+    K, C, R, X = weights_KCRX.shape
+    L = values_KLD.shape[1]
+    mixed_KCRD = (weights_KCRX.view(K, C * R, X)[..., :L] @ values_KLD).view(K, C, R, -1)
+    return mixed_KCRD.add_(weights_KCRX[..., L:] @ own_KCWD)
+
+
+def _collected(weights_KCRX: Tensor, queries_KCRD: Tensor, L: int) -> tuple[Tensor, Tensor]:
+    """Sum over queries, the transpose of a mixture: (K, L, D) for the context, (K, C, W, D) for each block's own."""
+    K, C, R, X = weights_KCRX.shape
     return (
-        weights_KARX.view(K, A * R, X)[..., :T].mT @ queries_KARD.reshape(K, A * R, -1),
-        weights_KARX[..., T:].mT @ queries_KARD,
+        weights_KCRX.view(K, C * R, X)[..., :L].mT @ queries_KCRD.reshape(K, C * R, -1),
+        weights_KCRX[..., L:].mT @ queries_KCRD,
     )
 
 
 def block_attention(
-    q_BAWQD: Tensor,
-    k_block_BAWKD: Tensor,
-    v_block_BAWKD: Tensor,
-    k_context_BKTD: Tensor,
-    v_context_BKTD: Tensor,
-    *,
-    anchors_BA: Tensor,
-    start: int = 0,
+    q_AWQD: Tensor, k_block_AWKD: Tensor, v_block_AWKD: Tensor, k_KPD: Tensor, v_KPD: Tensor, visible: Visible
 ) -> Tensor:
     """Softmax attention in two parts, context and own block, under one normalisation; the result has the shape of q.
 
-    `start` is the position of the first context key. Scores cost A*W*(T+W) per head, never (A*W) squared. A block
-    always sees itself, so that no row is empty, whatever its anchor. Scores are normalised in float32.
+    Costs about A * W * (visible keys + W) per head, never (A*W) squared. A block always sees itself, so that no row is
+    empty, whatever its anchor. Scores are normalised in float32.
     """
-    B, A, W, Q, D = q_BAWQD.shape
-    K, T = k_context_BKTD.shape[1:3]
-    G = Q // K
-    # queries of one key head side by side, blocks outermost: both products are then views, and keys are never repeated
-    q_BKARD = q_BAWQD.view(B, A, W, K, G, D).permute(0, 3, 1, 4, 2, 5).reshape(B, K, A, G * W, D)
-    own = [block_BAWKD.permute(0, 3, 1, 2, 4) for block_BAWKD in (k_block_BAWKD, v_block_BAWKD)]
-    # strictly before the anchor: when drafting, the verifier has not produced the anchor's own features yet
-    hidden_BAT = torch.arange(start, start + T, device=q_BAWQD.device) >= anchors_BA[..., None]
-    out_BKARD = _BlockAttention.apply(q_BKARD * D**-0.5, k_context_BKTD, v_context_BKTD, *own, hidden_BAT)
-    return out_BKARD.view(B, K, A, G, W, D).permute(0, 2, 4, 1, 3, 5).reshape(B, A, W, Q, D)
+    A, W, Q, D = q_AWQD.shape
+    K = k_KPD.shape[0]
+    # queries of one key head side by side, blocks outside: both products are then views, and keys are never repeated
+    q_KARD = q_AWQD.view(A, W, K, Q // K, D).permute(2, 0, 3, 1, 4).reshape(K, A, Q // K * W, D)
+    own = [block_AWKD.permute(2, 0, 1, 3) for block_AWKD in (k_block_AWKD, v_block_AWKD)]
+    out_KARD = _BlockAttention.apply(q_KARD * D**-0.5, k_KPD, v_KPD, *own, visible)
+    return out_KARD.view(K, A, Q // K, W, D).permute(1, 3, 0, 2, 4).reshape(A, W, Q, D)
 
 
 def dense_attention(
-    q_BAWQD: Tensor,
-    k_block_BAWKD: Tensor,
-    v_block_BAWKD: Tensor,
-    k_context_BKTD: Tensor,
-    v_context_BKTD: Tensor,
-    *,
-    anchors_BA: Tensor,
-    start: int = 0,
+    q_AWQD: Tensor, k_block_AWKD: Tensor, v_block_AWKD: Tensor, k_KPD: Tensor, v_KPD: Tensor, visible: Visible
 ) -> Tensor:
-    """The same by one (A*W) x (T + A*W) score matrix and one visibility mask: the oracle that tests compare with."""
-    B, A, W, Q, D = q_BAWQD.shape
-    K, T = k_context_BKTD.shape[1:3]
-    q = q_BAWQD.reshape(B, A * W, Q, D).transpose(1, 2)
-    k = torch.cat((k_context_BKTD, k_block_BAWKD.reshape(B, A * W, K, D).transpose(1, 2)), 2)
-    v = torch.cat((v_context_BKTD, v_block_BAWKD.reshape(B, A * W, K, D).transpose(1, 2)), 2)
-    block = torch.arange(A * W) // W
-    sees_context = torch.arange(start, start + T) < anchors_BA.repeat_interleave(W, 1)[..., None]
-    sees_block = (block[:, None] == block).expand(B, -1, -1)
-    visible = torch.cat((sees_context, sees_block), -1)[:, None]
-    scores = q @ k.repeat_interleave(Q // K, 1).mT * D**-0.5
-    out = scores.masked_fill(~visible, float("-inf")).softmax(-1) @ v.repeat_interleave(Q // K, 1)
-    return out.transpose(1, 2).reshape(B, A, W, Q, D)
+    """The same by one (A*W) x (P + A*W) score matrix and one visibility mask: the oracle that tests compare with."""
+    A, W, Q, D = q_AWQD.shape
+    K, P = k_KPD.shape[:2]
+    q = q_AWQD.reshape(A * W, Q, D).transpose(0, 1)
+    k = torch.cat((k_KPD, k_block_AWKD.reshape(A * W, K, D).transpose(0, 1)), 1)
+    v = torch.cat((v_KPD, v_block_AWKD.reshape(A * W, K, D).transpose(0, 1)), 1)
+    block = torch.arange(A * W, device=q.device) // W
+    tokens_P = torch.arange(P, device=q.device)
+    sees_context = (tokens_P >= visible.first_A[block, None]) & (tokens_P < visible.end_A[block, None])
+    seen = torch.cat((sees_context, block[:, None] == block), -1)
+    scores = q @ k.repeat_interleave(Q // K, 0).mT * D**-0.5
+    out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(Q // K, 0)
+    return out.transpose(0, 1).reshape(A, W, Q, D)

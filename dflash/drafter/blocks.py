@@ -1,55 +1,82 @@
 """Which blocks of a conversation a drafter trains on, and what each slot must predict. Knows ids and masks only.
 
-An anchor at position a opens the block a, a+1, …; slot k predicts the token at a+k, k = 1..S. The label is what the
-verifier itself would have said there: greedy_ids[a+k-1], its choice for the token after position a+k-1.
+Conversations of a micro-batch lie one after the other, without padding: its documents. An anchor is a token among
+them; at position a of its document it opens the block a, a+1, …; slot k predicts the token at a+k, k = 1..S. The label
+is what the verifier itself would have said there, its choice for the token after position a+k-1, or that token itself.
 
-B batch, T tokens, A anchors, S predicted slots
+P tokens of all documents, D documents, A anchors of all documents, S predicted slots
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 
-def legal_anchors(loss_mask: Tensor) -> Tensor:
-    """Boolean, shaped as the mask (…, T): supervised, followed by a supervised token, and not the first of its row."""
-    legal = torch.zeros_like(loss_mask, dtype=torch.bool)
-    legal[..., 1:-1] = loss_mask[..., 1:-1] & loss_mask[..., 2:]
-    return legal
+@dataclass(frozen=True)
+class Documents:
+    """Where each conversation of a micro-batch begins and ends: numbers of the host, no device is waited for."""
+
+    lengths: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Of each document's first token, and of the end: D + 1 numbers."""
+        return (0, *accumulate(self.lengths))
+
+    def positions_P(self, device: torch.device) -> Tensor:  # noqa: N802
+        """Of each token within its document."""
+        tokens_P = torch.arange(self.total, device=device)
+        return tokens_P - self.around(tokens_P)[0]
+
+    def around(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(first, end) of the document that each token is in; the place behind all tokens is in the last one."""
+        offsets = torch.tensor(self.offsets).to(tokens.device, non_blocking=True)
+        number = torch.searchsorted(offsets[1:-1], tokens, right=True)
+        return offsets[number], offsets[number + 1]
 
 
-def sample_anchors(loss_mask_BT: Tensor, *, num_anchors: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(anchors_BA, valid_BA): up to `num_anchors` distinct legal anchors per row, ascending, drawn uniformly.
+def legal_anchors(loss_mask_P: Tensor, documents: Documents) -> Tensor:
+    """Boolean (P,): supervised, followed by a supervised token of its document, and not the first of it."""
+    legal_P = loss_mask_P.bool().clone()
+    legal_P[:-1] &= loss_mask_P[1:].bool()
+    for first, end in pairwise(documents.offsets):
+        legal_P[first : first + 1] = False
+        legal_P[end - 1 : end] = False
+    return legal_P
 
-    A is the most that any row of the batch has, at least 1. Where valid is False the anchor is padding (position 1).
-    The draw is made on the CPU, so that it is the same on every device.
+
+def sample_anchors(
+    loss_mask_P: Tensor, documents: Documents, *, num_anchors: int, generators: Sequence[torch.Generator]
+) -> Tensor:
+    """(A,) up to `num_anchors` distinct legal anchors of each document, ascending, drawn uniformly; there may be none.
+
+    One generator, of the CPU, per document: what is drawn for it depends neither on its company nor on the device.
     """
-    legal_BT = legal_anchors(loss_mask_BT.cpu())
-    counts_B = legal_BT.sum(1).clamp(max=num_anchors)
-    A = max(1, int(counts_B.max()))
-    priority_BT = torch.rand(legal_BT.shape, generator=generator).masked_fill(~legal_BT, 2.0)
-    chosen_BA = priority_BT.argsort(1)[:, :A]
-    valid_BA = torch.arange(A) < counts_B[:, None]
-    anchors_BA, order_BA = chosen_BA.masked_fill(~valid_BA, legal_BT.shape[1]).sort(1)
-    valid_BA = valid_BA.gather(1, order_BA)
-    device = loss_mask_BT.device
-    return anchors_BA.masked_fill(~valid_BA, 1).to(device), valid_BA.to(device)
+    legal_P = legal_anchors(loss_mask_P.cpu(), documents)
+    chosen = []
+    for first, length, generator in zip(documents.offsets[:-1], documents.lengths, generators, strict=True):
+        legal_N = legal_P[first : first + length].nonzero()[:, 0]
+        picked_N = torch.randperm(len(legal_N), generator=generator)[:num_anchors]
+        chosen.append(first + legal_N[picked_N].sort().values)
+    return torch.cat(chosen).to(loss_mask_P.device)
 
 
 def block_labels(
-    greedy_ids_BT: Tensor,
-    loss_mask_BT: Tensor,
-    *,
-    lengths_B: Tensor,
-    anchors_BA: Tensor,
-    valid_BA: Tensor,
-    block_size: int,
+    label_ids_P: Tensor, loss_mask_P: Tensor, documents: Documents, *, anchors_A: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """(labels_BAS, live_BAS) of the slots 1..S. A block lives up to its first unsupervised slot or its row's end."""
-    B, T = greedy_ids_BT.shape
-    A = anchors_BA.shape[1]
-    positions_BAS = anchors_BA[..., None] + torch.arange(1, block_size, device=anchors_BA.device)
-    inside_BAS = positions_BAS < lengths_B[:, None, None]
-    flat = positions_BAS.clamp(max=T - 1).view(B, -1)
-    supervised_BAS = loss_mask_BT.gather(1, flat).view(B, A, -1).bool() & inside_BAS & valid_BA[..., None]
-    labels_BAS = greedy_ids_BT.gather(1, flat - 1).view(B, A, -1).long()
-    return labels_BAS, supervised_BAS.cumprod(-1).bool()
+    """(labels_AS, live_AS) of the slots 1..S; `label_ids_P[t]` is what follows token t.
+
+    A block lives up to its first unsupervised slot or its document's end.
+    """
+    tokens_AS = anchors_A[:, None] + torch.arange(1, block_size, device=anchors_A.device)
+    inside_AS = tokens_AS < documents.around(anchors_A)[1][:, None]
+    tokens_AS = tokens_AS.clamp(max=documents.total - 1)
+    live_AS = (loss_mask_P[tokens_AS].bool() & inside_AS).cumprod(-1).bool()
+    return label_ids_P[tokens_AS - 1].long(), live_AS

@@ -3,10 +3,10 @@
 Knows tensors only: no tokenizer, no files, no loss. Weight names are those of the published drafters.
 
     context = drafter.context(features)                  keys and values of every layer, from the verifier's taps
-    hidden  = drafter.draft(ends, ids, anchors_BA=…)     one hidden state per predicted slot; ends.logits(hidden)
+    hidden  = drafter.draft(ends, ids, anchors_A=…)      one hidden state per predicted slot; ends.logits(hidden)
 
-B batch, T tokens, F features (taps * hidden), H hidden, A anchors, W block size, S = W-1 predicted slots, V vocabulary,
-Q query heads, K key/value heads, D head width
+P tokens of all documents, F features (taps * hidden), H hidden, A anchors of all documents, W block size,
+S = W-1 predicted slots, V vocabulary, Q query heads, K key/value heads, D head width
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dflash.drafter.attention import block_attention
+from dflash.drafter.attention import Visible, block_attention
+from dflash.drafter.blocks import Documents
 
 
 @dataclass(frozen=True)
@@ -175,21 +176,26 @@ class Ends:
 
 @dataclass
 class Context:
-    """What a drafter knows of the text from position `start` on: each layer's keys (RoPE applied) and values, BKTD."""
+    """What a drafter knows of documents: each layer's keys (RoPE applied) and values, KPD.
 
-    start: int
+    A single document may begin at a position `start` and may grow.
+    """
+
+    documents: Documents
+    start: int = 0
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
     @property
     def length(self) -> int:
-        return self.keys[0].shape[2]
+        return self.documents.total
 
     def append(self, other: "Context") -> "Context":
         """Continue, in place, with the positions that follow; returns itself."""
         assert other.start == self.start + self.length, f"gap: {self.start}+{self.length}, then {other.start}"
-        self.keys = [torch.cat(pair, 2) for pair in zip(self.keys, other.keys, strict=True)]
-        self.values = [torch.cat(pair, 2) for pair in zip(self.values, other.values, strict=True)]
+        self.documents = Documents((self.length + other.length,))
+        self.keys = [torch.cat(pair, 1) for pair in zip(self.keys, other.keys, strict=True)]
+        self.values = [torch.cat(pair, 1) for pair in zip(self.values, other.values, strict=True)]
         return self
 
 
@@ -242,17 +248,17 @@ class Attention(nn.Module):
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
 
-    def context(self, ctx_BTH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k_BKTD = self.k_norm(self.heads(self.k_proj(ctx_BTH))).transpose(1, 2)
-        return _rotate(k_BKTD, cos, sin), self.heads(self.v_proj(ctx_BTH)).transpose(1, 2)
+    def context(self, ctx_PH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        k_KPD = self.k_norm(self.heads(self.k_proj(ctx_PH))).transpose(0, 1)
+        return _rotate(k_KPD, cos, sin), self.heads(self.v_proj(ctx_PH)).transpose(0, 1)
 
     def forward(
-        self, x_BAWH: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, start: int
+        self, x_AWH: Tensor, cos: Tensor, sin: Tensor, k_KPD: Tensor, v_KPD: Tensor, visible: Visible
     ) -> Tensor:
-        q = _rotate(self.q_norm(self.heads(self.q_proj(x_BAWH))), cos, sin)
-        k = _rotate(self.k_norm(self.heads(self.k_proj(x_BAWH))), cos, sin)
-        v = self.heads(self.v_proj(x_BAWH))
-        return self.o_proj(block_attention(q, k, v, keys, values, anchors_BA=anchors, start=start).flatten(-2))
+        q_AWQD = _rotate(self.q_norm(self.heads(self.q_proj(x_AWH))), cos, sin)
+        k_AWKD = _rotate(self.k_norm(self.heads(self.k_proj(x_AWH))), cos, sin)
+        v_AWKD = self.heads(self.v_proj(x_AWH))
+        return self.o_proj(block_attention(q_AWQD, k_AWKD, v_AWKD, k_KPD, v_KPD, visible).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -274,9 +280,9 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x_BAWH: Tensor, *attention: Any) -> Tensor:
-        x_BAWH = x_BAWH + self.self_attn(self.input_layernorm(x_BAWH), *attention)
-        return x_BAWH + self.mlp(self.post_attention_layernorm(x_BAWH))
+    def forward(self, x_AWH: Tensor, *attention: Any) -> Tensor:
+        x_AWH = x_AWH + self.self_attn(self.input_layernorm(x_AWH), *attention)
+        return x_AWH + self.mlp(self.post_attention_layernorm(x_AWH))
 
 
 class Drafter(nn.Module):
@@ -301,31 +307,40 @@ class Drafter(nn.Module):
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return _rope(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
 
-    def context(self, features_BTF: Tensor, *, start: int = 0) -> Context:
-        """Keys and values of the verifier's features at positions `start`, `start`+1, …; not layer-normed per layer."""
-        ctx_BTH = self.hidden_norm(self.fc(features_BTF.to(self.fc.weight.dtype)))
-        cos, sin = self._rope(torch.arange(start, start + ctx_BTH.shape[1], device=ctx_BTH.device))
-        context = Context(start)
+    def context(self, features_PF: Tensor, documents: Documents | None = None, *, start: int = 0) -> Context:
+        """Keys and values of the verifier's features; not layer-normed per layer.
+
+        Without `documents` all are of one, at the positions `start`, `start`+1, …
+        """
+        ctx_PH = self.hidden_norm(self.fc(features_PF.to(self.fc.weight.dtype)))
+        context = Context(documents or Documents((len(ctx_PH),)), start)
+        cos, sin = self._rope(start + context.documents.positions_P(ctx_PH.device))
         for layer in self._layers():
-            keys, values = layer.self_attn.context(ctx_BTH, cos, sin)
-            context.keys.append(keys)
-            context.values.append(values)
+            k_KPD, v_KPD = layer.self_attn.context(ctx_PH, cos, sin)
+            context.keys.append(k_KPD)
+            context.values.append(v_KPD)
         return context
 
-    def forward(self, blocks_BAWH: Tensor, *, anchors_BA: Tensor, context: Context) -> Tensor:
-        """Final hidden states (B, A, W, H) of embedded blocks that lie at positions anchor, anchor+1, …
+    def forward(self, blocks_AWH: Tensor, *, anchors_A: Tensor, context: Context) -> Tensor:
+        """Final hidden states (A, W, H) of embedded blocks that lie at the tokens anchor, anchor+1, … of the context.
 
-        A block sees the context strictly before its anchor, and itself in both directions.
+        The first token of the context has the number `context.start`. A block sees its own document's context strictly
+        before its anchor, and itself in both directions. Cheapest if anchors ascend.
         """
-        positions_BAW = anchors_BA[..., None] + torch.arange(blocks_BAWH.shape[2], device=anchors_BA.device)
-        cos, sin = (part[:, :, :, None] for part in self._rope(positions_BAW))
-        x_BAWH = blocks_BAWH
-        for layer, keys, values in zip(self._layers(), context.keys, context.values, strict=True):
-            x_BAWH = layer(x_BAWH, cos, sin, keys, values, anchors_BA, context.start)
-        return self.norm(x_BAWH)
+        W = blocks_AWH.shape[1]
+        tokens_A = anchors_A - context.start
+        first_A, _ = context.documents.around(tokens_A)
+        # strictly before the anchor: when drafting, the verifier has not produced the anchor's own features yet
+        visible = Visible.between(first_A, tokens_A, queries=W * self.config.num_attention_heads)
+        positions_AW = (anchors_A - first_A)[:, None] + torch.arange(W, device=anchors_A.device)
+        cos, sin = (part_AWD[:, :, None] for part_AWD in self._rope(positions_AW))
+        x_AWH = blocks_AWH
+        for layer, k_KPD, v_KPD in zip(self._layers(), context.keys, context.values, strict=True):
+            x_AWH = layer(x_AWH, cos, sin, k_KPD, v_KPD, visible)
+        return self.norm(x_AWH)
 
-    def draft(self, ends: Ends, anchor_ids_BA: Tensor, *, anchors_BA: Tensor, context: Context) -> Tensor:
-        """Hidden states (B, A, S, H) of the slots after each anchor: the blocks are [anchor id, mask, mask, …]."""
-        ids_BAW = anchor_ids_BA.new_full((*anchor_ids_BA.shape, self.config.block_size), self.config.mask_token_id)
-        ids_BAW[..., 0] = anchor_ids_BA
-        return self.forward(ends.embed(ids_BAW), anchors_BA=anchors_BA, context=context)[:, :, 1:]
+    def draft(self, ends: Ends, anchor_ids_A: Tensor, *, anchors_A: Tensor, context: Context) -> Tensor:
+        """Hidden states (A, S, H) of the slots after each anchor: the blocks are [anchor id, mask, mask, …]."""
+        ids_AW = anchor_ids_A.new_full((len(anchor_ids_A), self.config.block_size), self.config.mask_token_id)
+        ids_AW[:, 0] = anchor_ids_A
+        return self.forward(ends.embed(ids_AW), anchors_A=anchors_A, context=context)[:, 1:]

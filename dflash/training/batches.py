@@ -1,8 +1,8 @@
-"""Micro-batches: which rows form which optimizer step, rows read ahead and padded, noise on their features.
+"""Micro-batches: which rows form which optimizer step, rows read ahead and packed, noise on their features.
 
 Reads rows through a function; knows neither the store nor the model.
 
-B batch, T tokens, F features (K taps of H)
+P tokens of all rows of a micro-batch, F features (K taps of H)
 """
 
 from collections import deque
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from dflash.corpus.bucketing import epoch_batches, rank_steps
+from dflash.drafter.blocks import Documents
 
 if TYPE_CHECKING:
     from dflash.hidden.store import RowStates
@@ -34,16 +34,18 @@ class OptimizerStep:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows padded at their ends; `lengths_B` says where."""
+    """Rows one after the other, without padding: the documents. `final_PH` only where it was stored."""
 
-    features_BTF: Tensor  # noqa: N815
-    input_ids_BT: Tensor  # noqa: N815
-    loss_mask_BT: Tensor  # noqa: N815
-    greedy_ids_BT: Tensor  # noqa: N815
-    lengths_B: Tensor  # noqa: N815
+    documents: Documents
+    features_PF: Tensor  # noqa: N815
+    input_ids_P: Tensor  # noqa: N815
+    loss_mask_P: Tensor  # noqa: N815
+    greedy_ids_P: Tensor  # noqa: N815
+    final_PH: Tensor | None = None  # noqa: N815
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Batch(self.documents, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
 
 
 def plan_steps(
@@ -75,13 +77,15 @@ def plan_steps(
 
 
 def collate(states: Sequence["RowStates"]) -> Batch:
-    """Stack rows into one batch, zeros after each row's end."""
+    """Pack rows into one batch."""
+    finals = [row.final_TH for row in states if row.final_TH is not None]
     return Batch(
-        features_BTF=pad_sequence([row.features_TF for row in states], batch_first=True),
-        input_ids_BT=pad_sequence([row.input_ids_T.long() for row in states], batch_first=True),
-        loss_mask_BT=pad_sequence([row.loss_mask_T.bool() for row in states], batch_first=True),
-        greedy_ids_BT=pad_sequence([row.greedy_ids_T.long() for row in states], batch_first=True),
-        lengths_B=torch.tensor([len(row.input_ids_T) for row in states]),
+        Documents(tuple(len(row.input_ids_T) for row in states)),
+        features_PF=torch.cat([row.features_TF for row in states]),
+        input_ids_P=torch.cat([row.input_ids_T for row in states]).long(),
+        loss_mask_P=torch.cat([row.loss_mask_T for row in states]).bool(),
+        greedy_ids_P=torch.cat([row.greedy_ids_T for row in states]).long(),
+        final_PH=torch.cat(finals) if finals else None,
     )
 
 
@@ -100,11 +104,20 @@ def read_ahead(load: Callable[[list[int]], Batch], batches: Iterable[list[int]])
         pool.shutdown(cancel_futures=True)
 
 
-def add_noise(features_BTF: Tensor, *, num_taps: int, std: float, generator: torch.Generator) -> Tensor:
-    """Gaussian noise of `std` times the RMS of each tap, taken per token: a few tokens have enormous features."""
+def add_noise(
+    features_PF: Tensor, documents: Documents, *, num_taps: int, std: float, generators: Sequence[torch.Generator]
+) -> Tensor:
+    """Gaussian noise of `std` times the RMS of each tap, taken per token: a few tokens have enormous features.
+
+    One generator, of the features' device, per document: what is drawn for it does not depend on its company.
+    """
     if std == 0:
-        return features_BTF
-    taps_BTKH = features_BTF.float().unflatten(-1, (num_taps, -1))
-    rms_BTK1 = taps_BTKH.square().mean(-1, keepdim=True).sqrt()
-    noise_BTKH = torch.randn(taps_BTKH.shape, generator=generator, device=taps_BTKH.device)
-    return taps_BTKH.addcmul(noise_BTKH, rms_BTK1, value=std).flatten(-2)
+        return features_PF
+    noisy_PF = torch.empty_like(features_PF)
+    parts = zip(features_PF.split(documents.lengths), noisy_PF.split(documents.lengths), generators, strict=True)
+    for features_TF, noisy_TF, generator in parts:
+        taps_TKH = features_TF.float().unflatten(-1, (num_taps, -1))
+        rms_TK1 = taps_TKH.square().mean(-1, keepdim=True).sqrt()
+        noise_TKH = torch.randn(taps_TKH.shape, generator=generator, device=taps_TKH.device)
+        noisy_TF.copy_(noise_TKH.mul_(rms_TK1 * std).add_(taps_TKH).flatten(-2))
+    return noisy_PF

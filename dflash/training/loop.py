@@ -3,7 +3,7 @@
 Weights and moments are float32; arithmetic is in the configured dtype. All random numbers are functions of (seed, step)
 and of (seed, epoch), so that a checkpoint is weights, moments and a step, and a resumed run ends bit-identical.
 
-B batch, T tokens, F features, A anchors, S predicted slots, H hidden, N live slots
+P tokens of all documents, F features, A anchors, S predicted slots, H hidden, N live slots
 """
 
 import json
@@ -179,31 +179,40 @@ def _train(
             t0 = time.perf_counter()
             factor = learning_rate_factor(step, total=total, warmup_share=config.warmup_share)
             std = noise_std(step, total=total, warmup_share=config.warmup_share, peak=config.noise_start)
-            anchor_generator = torch.Generator().manual_seed(derived_seed(config.seed, step))
-            noise_generator = torch.Generator(device).manual_seed(derived_seed(config.seed, step, 1))
             blocks = Tally()
-            for _ in plan[step].micro_batches:
-                batch = next(batches).to(device)
-                features_BTF = add_noise(batch.features_BTF, num_taps=len(taps), std=std, generator=noise_generator)
-                anchors_BA, valid_BA = sample_anchors(
-                    batch.loss_mask_BT, num_anchors=config.num_anchors, generator=anchor_generator
+            for rows in plan[step].micro_batches:
+                # per row, so that a row meets the same anchors and noise whichever micro-batch it is in
+                seeds = [[derived_seed(config.seed, step, row, use) for row in rows] for use in range(2)]
+                batch = next(batches)
+                anchors_A = sample_anchors(
+                    batch.loss_mask_P,
+                    batch.documents,
+                    num_anchors=config.num_anchors,
+                    generators=[torch.Generator().manual_seed(seed) for seed in seeds[0]],
+                ).to(device)
+                batch = batch.to(device)
+                features_PF = add_noise(
+                    batch.features_PF,
+                    batch.documents,
+                    num_taps=len(taps),
+                    std=std,
+                    generators=[torch.Generator(device).manual_seed(seed) for seed in seeds[1]],
                 )
                 with autocast:
                     loss, counted = block_loss(
                         drafter,
                         ends,
                         batch,
-                        features_BTF=features_BTF,
-                        anchors_BA=anchors_BA,
-                        valid_BA=valid_BA,
+                        features_PF=features_PF,
+                        anchors_A=anchors_A,
                         weights=config.slot_weights,
                         gamma=config.gamma,
                         alpha=config.dpace_alpha,
                     )
                 loss.backward()
                 blocks += counted
-                counters.rows += len(batch.lengths_B)
-                counters.row_tokens += int(batch.lengths_B.sum())
+                counters.rows += len(batch.documents.lengths)
+                counters.row_tokens += batch.documents.total
             grad_norm = average_and_clip(parameters, weight=blocks.weight, clip_norm=config.clip_norm)
             if not math.isfinite(grad_norm) or not math.isfinite(blocks.loss):
                 ids = [store.rows[row].id for rows in plan[step].micro_batches for row in rows]

@@ -2,7 +2,7 @@
 
 Knows the drafter and tensors; no schedule, no optimizer and no file.
 
-B batch, T tokens, F features, A anchors, S predicted slots, H hidden, N live slots
+P tokens of all documents, F features, A anchors, S predicted slots, H hidden, N live slots
 """
 
 import torch
@@ -19,31 +19,29 @@ def block_loss(
     ends: Ends,
     batch: Batch,
     *,
-    features_BTF: Tensor,
-    anchors_BA: Tensor,
-    valid_BA: Tensor,
+    features_PF: Tensor,
+    anchors_A: Tensor,
     weights: str,
     gamma: float,
     alpha: float,
 ) -> tuple[Tensor, Tally]:
     """The weighted sum of the slots' negative log-likelihoods, not divided by anything yet, and its tally."""
-    labels_BAS, live_BAS = block_labels(
-        batch.greedy_ids_BT,
-        batch.loss_mask_BT,
-        lengths_B=batch.lengths_B,
-        anchors_BA=anchors_BA,
-        valid_BA=valid_BA,
+    labels_AS, live_AS = block_labels(
+        batch.greedy_ids_P,
+        batch.loss_mask_P,
+        batch.documents,
+        anchors_A=anchors_A,
         block_size=drafter.config.block_size,
     )
-    hidden_BASH = drafter.draft(
+    hidden_ASH = drafter.draft(
         ends,
-        batch.input_ids_BT.gather(1, anchors_BA),
-        anchors_BA=anchors_BA,
-        context=drafter.context(features_BTF),
+        batch.input_ids_P[anchors_A],
+        anchors_A=anchors_A,
+        context=drafter.context(features_PF, batch.documents),
     )
-    nll_N, rank_N = slot_statistics(hidden_BASH[live_BAS], labels_BAS[live_BAS], ends)
-    nll_BAS = torch.zeros_like(live_BAS, dtype=torch.float32).masked_scatter(live_BAS, nll_N)
-    rank_BAS = torch.zeros_like(labels_BAS).masked_scatter(live_BAS, rank_N)
-    weights_BAS, normaliser = slot_weights(weights, live_BAS, nll_BAS, gamma=gamma, alpha=alpha)
-    loss = (weights_BAS * nll_BAS).sum()
-    return loss, tally(loss=loss, weight=normaliser, rank_BAS=rank_BAS, live_BAS=live_BAS)
+    nll_N, rank_N = slot_statistics(hidden_ASH[live_AS], labels_AS[live_AS], ends)
+    nll_AS = torch.zeros_like(live_AS, dtype=torch.float32).masked_scatter(live_AS, nll_N)
+    rank_AS = torch.zeros_like(labels_AS).masked_scatter(live_AS, rank_N)
+    weights_AS, normaliser = slot_weights(weights, live_AS, nll_AS, gamma=gamma, alpha=alpha)
+    loss = (weights_AS * nll_AS).sum()
+    return loss, tally(loss=loss, weight=normaliser, rank_BAS=rank_AS, live_BAS=live_AS)

@@ -79,9 +79,9 @@ def teach(drafter: Drafter, ends: Ends, rows: list[RowStates], *, steps: int) ->
         first, end = response_span(row.loss_mask_T)
         anchors_A = torch.arange(first, end - num_slots)
         labels_AS = row.input_ids_T[anchors_A[:, None] + torch.arange(1, num_slots + 1)]
-        context = drafter.context(row.features_TF[None].float())
-        hidden_1ASH = drafter.draft(ends, row.input_ids_T[anchors_A][None], anchors_BA=anchors_A[None], context=context)
-        loss = torch.nn.functional.cross_entropy(ends.logits(hidden_1ASH).flatten(0, 2), labels_AS.flatten())
+        context = drafter.context(row.features_TF.float())
+        hidden_ASH = drafter.draft(ends, row.input_ids_T[anchors_A], anchors_A=anchors_A, context=context)
+        loss = torch.nn.functional.cross_entropy(ends.logits(hidden_ASH).flatten(0, 1), labels_AS.flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

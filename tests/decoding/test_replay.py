@@ -33,7 +33,7 @@ def rounds_one_by_one(drafter: Drafter, ends: Ends, row: RowStates, *, budget: i
     anchor, end = response_span(row.loss_mask_T)
     rounds = []
     while anchor < end - 1:
-        context = drafter.context(row.features_TF[None, :anchor])
+        context = drafter.context(row.features_TF[:anchor])
         ids_A, anchors_A = row.input_ids_T[anchor : anchor + 1], torch.tensor([anchor])
         candidates = draft_tokens(drafter, ends, ids_A, anchors_A=anchors_A, context=context, k=ends.vocab_size)
         trees = chain(*candidates) if budget is None else best_first(*candidates, budget=budget)

@@ -35,5 +35,5 @@ def make_ends(seed: int = 1) -> Ends:
     return Ends(frozen, dtype=torch.float32)
 
 
-def features(length: int, *, rows: int = 1, seed: int = 2) -> torch.Tensor:
-    return torch.randn(rows, length, 48, generator=torch.Generator().manual_seed(seed))
+def features(length: int, *, seed: int = 2) -> torch.Tensor:
+    return torch.randn(length, 48, generator=torch.Generator().manual_seed(seed))

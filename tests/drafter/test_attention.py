@@ -1,30 +1,85 @@
 import pytest
 import torch
 
-from dflash.drafter.attention import block_attention, dense_attention
+from dflash.drafter import attention
+from dflash.drafter.attention import Visible, block_attention, dense_attention
 
 
-def tensors(*, B: int, A: int, W: int, Q: int, K: int, D: int, T: int) -> list[torch.Tensor]:
+def tensors(
+    *, A: int, W: int, Q: int, K: int, D: int, P: int, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [(B, A, W, Q, D), (B, A, W, K, D), (B, A, W, K, D), (B, K, T, D), (B, K, T, D)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    shapes = [(A, W, Q, D), (A, W, K, D), (A, W, K, D), (K, P, D), (K, P, D)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def visible(first: list[int], end: list[int]) -> Visible:
+    return Visible.between(torch.tensor(first), torch.tensor(end), queries=8)
+
+
+def output_and_gradients(attend, inputs, seen):
+    output = attend(*inputs, seen)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
+    return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+RANGES = {
+    "one document": ([0] * 6, [1, 2, 5, 16, 17, 17]),
+    "three documents": ([0, 0, 5, 5, 5, 12], [2, 4, 6, 9, 11, 17]),
+    "windows": ([0, 0, 3, 8, 10, 14], [2, 4, 7, 12, 14, 17]),
+    "no order, and blocks without context": ([5, 0, 12, 9, 0, 0], [9, 3, 12, 9, 17, 0]),
+}
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("start", [0, 3])
-def test_outputs_and_gradients_equal_the_dense_oracle(heads, start):
-    inputs = tensors(B=2, A=5, W=4, Q=heads[0], K=heads[1], D=6, T=17)
-    anchors = torch.tensor([[1, 2, 5, 16, 40], [0, 3, 3, 9, 17]])
-    results = []
-    for attention in (block_attention, dense_attention):
-        output = attention(*inputs, anchors_BA=anchors, start=start)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        results.append([output, *torch.autograd.grad((output * weights).sum(), inputs)])
+@pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("slack", [0, 4, 64])  # blocks one by one, a few or many together
+def test_outputs_and_gradients_equal_the_dense_oracle(heads, ranges, slack, monkeypatch):
+    monkeypatch.setattr(attention, "SLACK", slack)
+    inputs = tensors(A=6, W=4, Q=heads[0], K=heads[1], D=6, P=17)
+    seen = visible(*RANGES[ranges])
+    results = [output_and_gradients(attend, inputs, seen) for attend in (block_attention, dense_attention)]
     for ours, oracle in zip(*results, strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-9)
 
 
-def test_a_block_without_visible_context_gives_numbers_and_gradients():
-    inputs = tensors(B=1, A=1, W=3, Q=2, K=1, D=4, T=5)
-    output = block_attention(*inputs, anchors_BA=torch.tensor([[0]]))
-    assert all(part.isfinite().all() for part in [output, *torch.autograd.grad(output.sum(), inputs)])
+def test_in_bfloat16_outputs_and_gradients_are_those_of_float32_but_for_rounding():
+    inputs = tensors(A=6, W=4, Q=4, K=2, D=16, P=17, dtype=torch.float32)
+    seen = visible(*RANGES["three documents"])
+    exact = output_and_gradients(dense_attention, inputs, seen)
+    rounded = output_and_gradients(block_attention, [x.detach().bfloat16().requires_grad_() for x in inputs], seen)
+    for ours, oracle in zip(rounded, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.float(), oracle, rtol=0.05, atol=0.05)
+
+
+def test_perturbing_a_forbidden_key_changes_nothing_and_an_allowed_one_something():
+    inputs = tensors(A=6, W=4, Q=4, K=2, D=6, P=17)
+    first, end = RANGES["windows"]
+    seen = visible(first, end)
+    with torch.no_grad():
+        original = block_attention(*inputs, seen)
+        for token in range(17):
+            changed = [x.clone() for x in inputs]
+            changed[3][:, token] += 1
+            changed[4][:, token] -= 1
+            output = block_attention(*changed, seen)
+            for block in range(6):
+                assert torch.equal(output[block], original[block]) == (not first[block] <= token < end[block])
+
+
+def test_a_block_without_visible_context_gives_numbers_and_gradients_and_so_do_no_blocks_at_all():
+    for A in (1, 0):
+        inputs = tensors(A=A, W=3, Q=2, K=1, D=4, P=5)
+        seen = Visible.between(torch.zeros(A, dtype=torch.long), torch.zeros(A, dtype=torch.long), queries=6)
+        assert all(part.isfinite().all() for part in output_and_gradients(block_attention, inputs, seen))
+
+
+def test_the_work_is_that_of_the_context_actually_visible():
+    ends = torch.arange(5, 4096, 8)
+    chunks = Visible.between(torch.zeros_like(ends), ends, queries=128).chunks
+    looked_at = sum((c.blocks.stop - c.blocks.start) * (c.keys.stop - c.keys.start) for c in chunks)
+    assert looked_at < 1.1 * ends.sum()
+    assert max((c.blocks.stop - c.blocks.start) * 128 * c.keys.stop for c in chunks) <= attention.CHUNK_SCORES
+    documents = Visible.between(ends // 512 * 512, ends, queries=128).chunks
+    assert all(c.keys.start // 512 == (c.keys.stop - 1) // 512 for c in documents)

@@ -14,8 +14,8 @@ def test_a_saved_drafter_drafts_the_same_when_loaded(tmp_path):
     save_drafter(tmp_path, drafter)
     loaded = load_drafter(tmp_path, dtype=torch.float32)
     assert loaded.config == drafter.config
-    ids, anchors = torch.tensor([[3]]), torch.tensor([[6]])
-    outputs = [d.draft(ends, ids, anchors_BA=anchors, context=d.context(features(9))) for d in (drafter, loaded)]
+    ids, anchors = torch.tensor([3]), torch.tensor([6])
+    outputs = [d.draft(ends, ids, anchors_A=anchors, context=d.context(features(9))) for d in (drafter, loaded)]
     assert torch.equal(*outputs)
 
 

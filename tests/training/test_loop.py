@@ -108,9 +108,10 @@ def test_one_batch_of_eight_and_four_of_two_give_the_same_gradient(kind):
         weight = 0.0
         for start in range(0, 8, size):
             batch = collate(rows[start : start + size])
-            anchors, valid = sample_anchors(batch.loss_mask_BT, num_anchors=99, generator=torch.Generator())
-            settings = {"anchors_BA": anchors, "valid_BA": valid, "weights": kind, "gamma": 3.0, "alpha": 0.5}
-            loss, blocks = block_loss(drafter, ends, batch, features_BTF=batch.features_BTF, **settings)
+            generators = [torch.Generator() for _ in range(size)]
+            anchors = sample_anchors(batch.loss_mask_P, batch.documents, num_anchors=99, generators=generators)
+            settings = {"anchors_A": anchors, "weights": kind, "gamma": 3.0, "alpha": 0.5}
+            loss, blocks = block_loss(drafter, ends, batch, features_PF=batch.features_PF, **settings)
             loss.backward()
             weight += blocks.weight
         average_and_clip(list(drafter.parameters()), weight=weight, clip_norm=1e9)
@@ -133,9 +134,10 @@ def test_a_batch_without_any_anchor_gives_zero_loss_and_zero_gradient():
     drafter, ends = make_drafter(), make_ends()
     row = make_row(12, prompt=3, generator=torch.Generator())
     batch = collate([row._replace(loss_mask_T=torch.arange(12) % 2 == 1)])
-    anchors, valid = sample_anchors(batch.loss_mask_BT, num_anchors=4, generator=torch.Generator())
-    settings = {"anchors_BA": anchors, "valid_BA": valid, "weights": "decay", "gamma": 3.0, "alpha": 0.5}
-    loss, blocks = block_loss(drafter, ends, batch, features_BTF=batch.features_BTF, **settings)
+    anchors = sample_anchors(batch.loss_mask_P, batch.documents, num_anchors=4, generators=[torch.Generator()])
+    assert len(anchors) == 0
+    settings = {"anchors_A": anchors, "weights": "decay", "gamma": 3.0, "alpha": 0.5}
+    loss, blocks = block_loss(drafter, ends, batch, features_PF=batch.features_PF, **settings)
     loss.backward()
     assert (loss.item(), blocks.weight, blocks.metrics()) == (0.0, 0.0, {})
     assert average_and_clip(list(drafter.parameters()), weight=blocks.weight, clip_norm=1.0) == 0.0
