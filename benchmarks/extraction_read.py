@@ -136,7 +136,7 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
             opened.read_into(batch, buffers, verify=verify)
 
     def streamed(*, verify: bool) -> None:
-        for _ in store.stream(batches, [buffers, *more_buffers], verify=verify):
+        for _ in store.stream(batches, [buffers, *more_buffers], device=None, verify=verify):
             pass
 
     readers: dict[str, Callable[[], None]] = {

@@ -403,6 +403,13 @@ class HiddenStates:
 
         Without `verify` bytes are not checked against their CRC, which is faster; missing ones are still noticed.
         """
+        batch = self._batch(row_numbers, buffers)
+        for i, number in enumerate(row_numbers):
+            self._read_padded(number, batch, i, verify=verify)
+        return batch
+
+    def _batch(self, row_numbers: Sequence[int], buffers: RowStates) -> BatchStates:
+        """Views of `buffers` for these rows, not filled yet."""
         lengths = [self.rows[number].length for number in row_numbers]
         size = (len(lengths), max(lengths))
         if math.prod(size) > len(buffers.input_ids_T):
@@ -412,43 +419,58 @@ class HiddenStates:
         views: list[Any] = [
             None if memory is None else memory[: math.prod(size)].unflatten(0, size) for memory in buffers
         ]
-        for i, (number, length) in enumerate(zip(row_numbers, lengths, strict=True)):
-            row = RowStates._make(None if view is None else view[i, :length] for view in views)
-            self._read(number, row, verify=verify)
-            for view in views:
-                if view is not None:
-                    view[i, length:] = 0
         return BatchStates._make([*views, torch.tensor(lengths)])
 
+    def _read_padded(self, row_number: int, batch: BatchStates, place: int, *, verify: bool) -> None:
+        """Fill one row of a batch."""
+        length, views = self.rows[row_number].length, batch[:-1]
+        self._read(
+            row_number,
+            RowStates._make(None if view is None else view[place, :length] for view in views),
+            verify=verify,
+        )
+        for view in views:
+            if view is not None:
+                view[place, length:] = 0
+
     def stream(
-        self, batches: Iterable[Sequence[int]], buffers: Sequence[RowStates], *, verify: bool = True
+        self,
+        batches: Iterable[Sequence[int]],
+        buffers: Sequence[RowStates],
+        *,
+        device: torch.device | None,
+        verify: bool = True,
     ) -> Generator[BatchStates, None, None]:
         """Batches of rows, in order, read ahead into `buffers` by one thread less than there are.
 
-        A batch is valid until the next is asked for; then its memory is filled again, once the copies to a GPU that
-        were queued by then are done.
+        A batch is valid until the next is asked for; then its memory is filled again, once the copies to `device` that
+        were queued by then, on its current stream, are done. Without a device nothing is waited for.
         """
-        threads = len(buffers) - 1
-        spare = deque((memory, _queued_copies()) for memory in buffers)
-        pending: deque[tuple[RowStates, Future[BatchStates]]] = deque()
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="hidden-states")
+        spare: deque[tuple[RowStates, torch.cuda.Event | None]] = deque((memory, None) for memory in buffers)
+        pending: deque[tuple[RowStates, BatchStates, list[Future[None]]]] = deque()
+        pool = ThreadPoolExecutor(len(buffers) - 1, thread_name_prefix="hidden-states")
 
-        def load(rows: Sequence[int], memory: RowStates, copies: torch.cuda.Event | None) -> BatchStates:
+        def load(number: int, batch: BatchStates, place: int, copies: torch.cuda.Event | None) -> None:
             if copies is not None:
                 copies.synchronize()
-            return self.read_into(rows, memory, verify=verify)
+            self._read_padded(number, batch, place, verify=verify)
 
         def oldest() -> Generator[BatchStates, None, None]:
-            memory, batch = pending.popleft()
-            yield batch.result()
-            spare.append((memory, _queued_copies()))
+            memory, batch, reads = pending.popleft()
+            for read in reads:
+                read.result()
+            yield batch
+            spare.append((memory, _queued_copies(device)))
 
         try:
-            for rows in batches:
+            for numbers in batches:
                 if not spare:
                     yield from oldest()
                 memory, copies = spare.popleft()
-                pending.append((memory, pool.submit(load, rows, memory, copies)))
+                batch = self._batch(numbers, memory)
+                # a task for each row: all threads are busy to the end, though rows differ a hundredfold
+                reads = [pool.submit(load, number, batch, i, copies) for i, number in enumerate(numbers)]
+                pending.append((memory, batch, reads))
             while pending:
                 yield from oldest()
         finally:
@@ -510,12 +532,12 @@ def _check_attributes(shard: Path, attributes: Mapping[str, Any], known: dict[st
             )
 
 
-def _queued_copies() -> torch.cuda.Event | None:
-    """What to wait for before memory that is being copied to the GPU may be written again."""
-    if not torch.cuda.is_available():
+def _queued_copies(device: torch.device | None) -> torch.cuda.Event | None:
+    """What to wait for before memory that is being copied to the device may be written again."""
+    if device is None or device.type != "cuda":
         return None
     event = torch.cuda.Event()
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 

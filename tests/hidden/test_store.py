@@ -337,7 +337,7 @@ def test_a_stream_gives_all_batches_in_order_from_a_few_buffers(threads: int) ->
     batches = [[i % 10, (3 * i) % 10] for i in range(40)]
     before, places = open_files(), set()
     buffers = [opened.buffers(80) for _ in range(threads + 1)]
-    for numbers, batch in zip(batches, opened.stream(batches, buffers), strict=True):
+    for numbers, batch in zip(batches, opened.stream(batches, buffers, device=None), strict=True):
         places.add(batch.features_BTF.data_ptr())
         for i, number in enumerate(numbers):
             row = opened.rows[number]
@@ -346,15 +346,20 @@ def test_a_stream_gives_all_batches_in_order_from_a_few_buffers(threads: int) ->
     assert open_files() == before
 
 
+def test_who_reads_for_the_cpu_waits_for_no_gpu() -> None:
+    assert store._queued_copies(None) is None
+    assert store._queued_copies(torch.device("cpu")) is None
+
+
 def test_a_stream_that_is_left_early_or_fails_ends_its_threads() -> None:
     opened = HiddenStates.open(make_artifact())
     buffers = [opened.buffers(40) for _ in range(3)]
-    stream = opened.stream([[0], [1], [2], [3]], buffers)
+    stream = opened.stream([[0], [1], [2], [3]], buffers, device=None)
     next(stream)
     stream.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hidden-states")]
     with pytest.raises(ValueError, match="do not fit"):
-        list(opened.stream([[0], [2, 2]], buffers))
+        list(opened.stream([[0], [2, 2]], buffers, device=None))
 
 
 def test_threads_and_spawned_processes_read_the_same_and_no_file_stays_open() -> None:
