@@ -5,16 +5,16 @@ Each block of W queries sees a range of the context's keys, which ends before it
 P context tokens, A anchors (blocks), W block size, Q query heads, K key/value heads, G = Q/K, D head width
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_SCORES = 1 << 20
-"""Scores in memory at once (4 MB in float32, which stays in a core's cache)."""
+CHUNK_SCORES = 1 << 18
+"""Scores of a head in memory at once."""
 
 SLACK = 64
 """Keys per block that may be looked at in vain, for the sake of larger products."""
@@ -26,47 +26,61 @@ class Chunk:
 
     blocks: slice
     keys: slice
-    hidden_CL: Tensor | None  # noqa: N815
+    hidden_CWL: Tensor  # noqa: N815
 
 
 @dataclass(frozen=True)
 class Visible:
-    """What each block sees of the context, the keys first..end; made once for all layers."""
+    """What each block sees: of the context the keys first..end, and itself. One object serves all layers of a pass.
+
+    With a `window`, slot k sees no key before end + k - (window - 1), and of its block the slots up to k. Cheapest if
+    anchors ascend.
+    """
 
     first_A: Tensor  # noqa: N815
     end_A: Tensor  # noqa: N815
-    chunks: tuple[Chunk, ...]
+    block_size: int
+    window: int = 0
 
-    @classmethod
-    def between(cls, first_A: Tensor, end_A: Tensor, *, queries: int) -> "Visible":
-        """Each of the A blocks has `queries` queries, of all heads. Cheapest if anchors ascend."""
-        return cls(first_A, end_A, tuple(_chunks(first_A, end_A, queries=queries)))
+    def hidden_AWL(self, blocks: slice, keys: slice) -> Tensor:  # noqa: N802
+        """Which of some keys of the context some blocks do not see; W is 1 without a window: all slots see the same."""
+        tokens_L = torch.arange(keys.start, keys.stop, device=self.end_A.device)
+        first_A1, end_A1 = self.first_A[blocks, None], self.end_A[blocks, None]
+        if self.window:
+            slots_W = torch.arange(self.block_size, device=self.end_A.device)
+            first_A1 = torch.maximum(first_A1, end_A1 + slots_W - (self.window - 1))
+        return (tokens_L < first_A1[..., None]) | (tokens_L >= end_A1[..., None])
 
+    @cached_property
+    def later_WW(self) -> Tensor | None:  # noqa: N802
+        """Which slots of its block (second) a slot (first) does not see; None: sees all."""
+        if not self.window:
+            return None
+        slots_W = torch.arange(self.block_size, device=self.end_A.device)
+        return slots_W > slots_W[:, None]
 
-def _chunks(first_A: Tensor, end_A: Tensor, *, queries: int) -> Iterator[Chunk]:
-    """Blocks in their order, as many together as see common keys, waste few, and fit into CHUNK_SCORES."""
-    firsts, ends = first_A.tolist(), end_A.tolist()
-    start, A = 0, len(ends)
-    while start < A:
-        low, high, seen, stop = firsts[start], max(ends[start], firsts[start]), 0, start
-        while stop < A:
-            a, b = firsts[stop], max(ends[stop], firsts[stop])
-            keys = max(high, b) - min(low, a)
-            count = stop + 1 - start
-            if count > 1 and (
-                a >= high  # of another document, or behind a window
-                or b <= low
-                or count * queries * keys > CHUNK_SCORES
-                or count * keys > 1.25 * (seen + b - a) + count * SLACK
-            ):
-                break
-            low, high, seen, stop = min(low, a), max(high, b), seen + b - a, stop + 1
-        tokens_L = torch.arange(low, high, device=first_A.device)
-        blocks = slice(start, stop)
-        hidden_CL = (tokens_L < first_A[blocks, None]) | (tokens_L >= end_A[blocks, None])
-        everything = seen == (stop - start) * (high - low)
-        yield Chunk(blocks, slice(low, high), None if everything else hidden_CL)
-        start = stop
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Blocks in their order, as many together as see common keys, waste few, and are not too many."""
+        lowest_A = torch.maximum(self.first_A, self.end_A - (self.window - 1)) if self.window else self.first_A
+        firsts, ends = lowest_A.tolist(), torch.maximum(lowest_A, self.end_A).tolist()
+        chunks = []
+        start = 0
+        while start < len(ends):
+            low, high, seen, stop = firsts[start], ends[start], 0, start
+            while stop < len(ends):
+                first, end = firsts[stop], ends[stop]
+                keys, count = max(high, end) - min(low, first), stop + 1 - start
+                apart = first >= high or end <= low  # in another document, or farther than a window
+                too_many = count * self.block_size * keys > CHUNK_SCORES
+                wasteful = count * keys > 1.25 * (seen + end - first) + count * SLACK
+                if count > 1 and (apart or too_many or wasteful):
+                    break
+                low, high, seen, stop = min(low, first), max(high, end), seen + end - first, stop + 1
+            blocks, tokens = slice(start, stop), slice(low, high)
+            chunks.append(Chunk(blocks, tokens, self.hidden_AWL(blocks, tokens)))
+            start = stop
+        return tuple(chunks)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -77,7 +91,7 @@ class _BlockAttention(torch.autograd.Function):
         out = torch.empty_like(q)
         for chunk in visible.chunks:
             a, t = chunk.blocks, chunk.keys
-            p = _probabilities(q[:, a], k[:, t], own_k[:, a], chunk.hidden_CL)
+            p = _probabilities(q[:, a], k[:, t], own_k[:, a], chunk.hidden_CWL, visible.later_WW)
             out[:, a] = _mixture(p, v[:, t], own_v[:, a])
         ctx.save_for_backward(q, k, v, own_k, own_v, out)
         ctx.visible = visible
@@ -93,7 +107,7 @@ class _BlockAttention(torch.autograd.Function):
         inner = (grad_out * out).sum(-1, keepdim=True)  # = sum over keys of p * dp (arXiv 2205.14135, eq. 4)
         for chunk in ctx.visible.chunks:
             a, t = chunk.blocks, chunk.keys
-            p = _probabilities(q[:, a], k[:, t], own_k[:, a], chunk.hidden_CL)
+            p = _probabilities(q[:, a], k[:, t], own_k[:, a], chunk.hidden_CWL, ctx.visible.later_WW)
             grad_scores = _scores(grad_out[:, a], v[:, t], own_v[:, a]).sub_(inner[:, a]).mul_(p)
             grad_q[:, a] = _mixture(grad_scores, k[:, t], own_k[:, a])
             for weights, queries, grad, grad_own in (
@@ -122,10 +136,15 @@ def _scores(q_KCRD: Tensor, k_KLD: Tensor, own_KCWD: Tensor) -> Tensor:
     return scores_KCRX
 
 
-def _probabilities(q_KCRD: Tensor, k_KLD: Tensor, own_KCWD: Tensor, hidden_CL: Tensor | None) -> Tensor:
+def _probabilities(
+    q_KCRD: Tensor, k_KLD: Tensor, own_KCWD: Tensor, hidden_CWL: Tensor, later_WW: Tensor | None
+) -> Tensor:
     scores_KCRX = _scores(q_KCRD, k_KLD, own_KCWD)
-    if hidden_CL is not None:
-        scores_KCRX[..., : k_KLD.shape[1]].masked_fill_(hidden_CL[:, None], float("-inf"))
+    W, L = own_KCWD.shape[2], k_KLD.shape[1]
+    scores_KCGWX = scores_KCRX.unflatten(2, (-1, W))
+    scores_KCGWX[..., :L].masked_fill_(hidden_CWL[:, None], float("-inf"))
+    if later_WW is not None:
+        scores_KCGWX[..., L:].masked_fill_(later_WW, float("-inf"))
     return scores_KCRX.softmax(-1, dtype=_wide(q_KCRD)).to(q_KCRD.dtype)
 
 
@@ -172,10 +191,12 @@ def dense_attention(
     q = q_AWQD.reshape(A * W, Q, D).transpose(0, 1)
     k = torch.cat((k_KPD, k_block_AWKD.reshape(A * W, K, D).transpose(0, 1)), 1)
     v = torch.cat((v_KPD, v_block_AWKD.reshape(A * W, K, D).transpose(0, 1)), 1)
-    block = torch.arange(A * W, device=q.device) // W
-    tokens_P = torch.arange(P, device=q.device)
-    sees_context = (tokens_P >= visible.first_A[block, None]) & (tokens_P < visible.end_A[block, None])
-    seen = torch.cat((sees_context, block[:, None] == block), -1)
+    block, slot = torch.arange(A * W, device=q.device) // W, torch.arange(A * W, device=q.device) % W
+    hidden_AWP = visible.hidden_AWL(slice(None), slice(0, P)).expand(A, W, P)
+    own = block[:, None] == block
+    if visible.window:
+        own &= slot[:, None] >= slot
+    seen = torch.cat((~hidden_AWP.flatten(0, 1), own), -1)
     scores = q @ k.repeat_interleave(Q // K, 0).mT * D**-0.5
     out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v.repeat_interleave(Q // K, 0)
     return out.transpose(0, 1).reshape(A, W, Q, D)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from dflash.drafter.model import Drafter, DrafterConfig
 
@@ -17,20 +18,42 @@ def save_drafter(folder: Path, drafter: Drafter) -> None:
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def load_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
-    """Read a drafter, ready for inference. Raises ValueError naming weights that are missing, unknown or misshapen."""
-    config = DrafterConfig.from_json(json.loads((folder / "config.json").read_text()))
-    with torch.device("meta"):
-        drafter = Drafter(config)
-    weights = load_file(folder / "model.safetensors", device=str(device))
+def read_config(folder: Path) -> DrafterConfig:
+    """Raises ValueError where it is not a drafter's, or asks for what is not known here."""
+    path = folder / "config.json"
+    try:
+        return DrafterConfig.from_json(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give the folder of a DFlash drafter") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The weights of a folder for this drafter. Raises ValueError naming all that are missing, unknown or misshapen."""
+    path = folder / "model.safetensors"
+    if not path.exists():
+        raise ValueError(f"{path} is missing; give the folder of a DFlash drafter")
+    weights = load_file(path, device=str(device))
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for problem, names in (
-        ("lacks", sorted(expected.keys() - found.keys())),
-        ("has unknown", sorted(found.keys() - expected.keys())),
-        ("has misshapen", sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])),
-    ):
-        if names:
-            raise ValueError(f"{folder / 'model.safetensors'}: {problem} {', '.join(names)}; is config.json its own?")
+    differing = (name for name in expected.keys() & found.keys() if expected[name] != found[name])
+    problems = {
+        "lacks": expected.keys() - found.keys(),
+        "has unknown": found.keys() - expected.keys(),
+        "has misshapen": differing,
+    }
+    named = {problem: ", ".join(sorted(names)) for problem, names in problems.items()}
+    if any(named.values()):
+        listed = "; ".join(f"{problem} {names}" for problem, names in named.items() if names)
+        raise ValueError(f"{path}: {listed}; is config.json its own?")
+    return weights
+
+
+def load_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Drafter:
+    """Read a drafter, ready for inference. Raises ValueError as `read_config` and `read_weights` do."""
+    with torch.device("meta"):
+        drafter = Drafter(read_config(folder))
+    weights = read_weights(folder, drafter, device=device)
     drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     return drafter.eval().requires_grad_(False)

@@ -9,7 +9,8 @@ P tokens of all documents, F features (taps * hidden), H hidden, A anchors of al
 S = W-1 predicted slots, V vocabulary, Q query heads, K key/value heads, D head width
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -18,26 +19,59 @@ from torch.nn import functional as F
 
 from dflash.drafter.attention import Visible, block_attention
 from dflash.drafter.blocks import Documents
+from dflash.drafter.rope import frequencies, rope_parameters, rotate
+
+INITIAL_STD = 0.02
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Shape of a drafter; everything but the block, the taps and the depth is the verifier's."""
+    """Shape of a drafter; all but the block, the taps and the depth is the verifier's, unless asked for.
+
+    A sliding layer has one bound, that of the authors' package (dflash 0.1.0) and of SpecForge 0.2.0: slot k of the
+    block at anchor a sees the positions from a + k - (sliding_window - 1) on, of the context those before a, and of its
+    block the slots up to k. So a full layer looks at its block in both directions, a sliding one only back.
+    """
 
     vocab_size: int
     hidden_size: int
+    verifier_hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: dict[str, Any]
+    """As `dflash.drafter.rope.rope_parameters` gives them."""
     max_position_embeddings: int
     block_size: int
+    layer_types: tuple[str, ...]
+    sliding_window: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no layer can be."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads are not a multiple of {self.num_key_value_heads} "
+                "key/value heads; set num_key_value_heads to a divisor"
+            )
+        rotated = int(self.head_dim * self.rope["partial_rotary_factor"])
+        if rotated % 2 or not rotated:
+            raise ValueError(f"{rotated} of {self.head_dim} dimensions rotate; choose an even head_dim")
+        if unknown := set(self.layer_types) - {FULL, SLIDING}:
+            raise ValueError(f"layer_types {sorted(unknown)} are unknown; expected {FULL} or {SLIDING}")
+        if SLIDING in self.layer_types and self.sliding_window < self.block_size:
+            raise ValueError(
+                f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}; raise it"
+            )
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
 
     @classmethod
     def from_verifier(
@@ -48,30 +82,56 @@ class DrafterConfig:
         num_layers: int,
         mask_token_id: int,
         target_layer_ids: list[int],
+        hidden_size: int = 0,
+        intermediate_size: int = 0,
+        num_attention_heads: int = 0,
+        num_key_value_heads: int = 0,
+        head_dim: int = 0,
+        sliding_window: int = 0,
+        sliding_layers: Sequence[int] = (),
     ) -> "DrafterConfig":
-        """From the verifier's config.json. Raises ValueError for scaled RoPE, which a drafter would have to share."""
+        """From the verifier's config.json, RoPE included; 0 and empty mean what DrafterShapeConfig says.
+
+        Raises ValueError for a shape that does not work out, and for a kind of RoPE that is not known.
+        """
         text = verifier_config.get("text_config", verifier_config)
         heads = text["num_attention_heads"]
+        if not (intermediate_size := intermediate_size or text.get("intermediate_size") or 0):
+            raise ValueError(
+                "the verifier's config.json has no intermediate_size; set training.shape.intermediate_size"
+            )
+        if outside := [layer for layer in sliding_layers if not 0 <= layer < num_layers]:
+            raise ValueError(f"training.shape.sliding_layers: {outside} are not among {num_layers} layers")
+        if sliding_layers and not sliding_window:
+            raise ValueError("training.shape.sliding_layers need a window; set training.shape.sliding_window")
+        windowed = (sliding_layers or range(num_layers - 1)) if sliding_window else ()
         return cls(
             vocab_size=text["vocab_size"],
-            hidden_size=text["hidden_size"],
-            intermediate_size=text["intermediate_size"],
-            num_hidden_layers=num_layers,
-            num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+            hidden_size=hidden_size or text["hidden_size"],
+            verifier_hidden_size=text["hidden_size"],
+            intermediate_size=intermediate_size,
+            num_attention_heads=num_attention_heads or heads,
+            num_key_value_heads=num_key_value_heads or text.get("num_key_value_heads") or heads,
+            head_dim=head_dim or text.get("head_dim") or text["hidden_size"] // heads,
             rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(text),
+            rope=rope_parameters(text),
             max_position_embeddings=text["max_position_embeddings"],
             block_size=block_size,
+            layer_types=tuple(SLIDING if layer in windowed else FULL for layer in range(num_layers)),
+            sliding_window=sliding_window,
             mask_token_id=mask_token_id,
             target_layer_ids=tuple(target_layer_ids),
             num_target_layers=text["num_hidden_layers"],
         )
 
     def to_json(self, *, dtype: str) -> dict[str, Any]:
-        """The published config.json; RoPE under the key of transformers 4 and of 5."""
-        return {
+        """The published config.json; RoPE under the keys of Transformers 4 and of 5.
+
+        `target_hidden_size` is there only where it differs from `hidden_size`: other engines do not know it.
+        """
+        rope = {name: value for name, value in self.rope.items() if (name, value) != ("partial_rotary_factor", 1.0)}
+        scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+        settings = {
             "architectures": ["DFlashDraftModel"],
             "attention_bias": False,
             "attention_dropout": 0.0,
@@ -84,9 +144,9 @@ class DrafterConfig:
             "head_dim": self.head_dim,
             "hidden_act": "silu",
             "hidden_size": self.hidden_size,
-            "initializer_range": 0.02,
+            "initializer_range": INITIAL_STD,
             "intermediate_size": self.intermediate_size,
-            "layer_types": ["full_attention"] * self.num_hidden_layers,
+            "layer_types": list(self.layer_types),
             "max_position_embeddings": self.max_position_embeddings,
             "max_window_layers": self.num_hidden_layers,
             "model_type": "qwen3",
@@ -95,37 +155,45 @@ class DrafterConfig:
             "num_key_value_heads": self.num_key_value_heads,
             "num_target_layers": self.num_target_layers,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "rope_scaling": None,
-            "rope_theta": self.rope_theta,
-            "sliding_window": None,
+            "rope_parameters": rope,
+            "rope_scaling": scaling if len(scaling) > 1 else None,
+            "rope_theta": self.rope["rope_theta"],
+            "sliding_window": self.sliding_window or None,
             "tie_word_embeddings": False,
             "use_cache": True,
-            "use_sliding_window": False,
+            "use_sliding_window": SLIDING in self.layer_types,
             "vocab_size": self.vocab_size,
         }
+        if self.verifier_hidden_size != self.hidden_size:
+            settings["target_hidden_size"] = self.verifier_hidden_size
+        return settings
 
     @classmethod
     def from_json(cls, settings: dict[str, Any]) -> "DrafterConfig":
-        """From a published config.json. Raises ValueError where a field is missing or RoPE is scaled."""
+        """From a published config.json. Raises ValueError where a field is missing or is not one of ours."""
         try:
-            return cls.from_verifier(
+            layers = settings["num_hidden_layers"]
+            types = tuple(settings.get("layer_types") or [FULL] * layers)
+            if len(types) != layers:
+                raise ValueError(f"the drafter's config.json has {layers} layers, but {len(types)} layer_types")
+            causal = settings.get("is_causal")
+            if causal is not None and {kind == SLIDING for kind in types} != {causal}:
+                raise ValueError(
+                    f"the drafter's config.json has is_causal {causal}; here layers of {SLIDING} look back, and others "
+                    "in both directions"
+                )
+            config = cls.from_verifier(
                 settings | {"num_hidden_layers": settings["num_target_layers"]},
                 block_size=settings["block_size"],
-                num_layers=settings["num_hidden_layers"],
+                num_layers=layers,
                 mask_token_id=settings["dflash_config"]["mask_token_id"],
                 target_layer_ids=settings["dflash_config"]["target_layer_ids"],
             )
+            window = settings["sliding_window"] if SLIDING in types else 0
+            verifier_hidden_size = settings.get("target_hidden_size", config.hidden_size)
         except KeyError as error:
             raise ValueError(f"the drafter's config.json has no {error}; is it a DFlash drafter?") from None
-
-
-def _rope_theta(settings: dict[str, Any]) -> float:
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"RoPE of type {kind!r} is not supported yet; use a verifier with plain RoPE")
-    return float(rope.get("rope_theta") or settings.get("rope_theta") or 10_000.0)
+        return replace(config, layer_types=types, sliding_window=window or 0, verifier_hidden_size=verifier_hidden_size)
 
 
 class Ends:
@@ -221,23 +289,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
-def _rope(positions: Tensor, *, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each positions.shape + (head_dim,), in float32: bfloat16 frequencies err by radians at 2,048."""
-    frequencies = theta ** -(torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions[..., None].float() * frequencies
-    return torch.cat((angles.cos(),) * 2, -1), torch.cat((angles.sin(),) * 2, -1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves rotated against each other, as in Llama and Qwen; float32 inside."""
-    low, high = x.float().chunk(2, -1)
-    return (x.float() * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
-
-
 class Attention(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, *, kind: str) -> None:
         super().__init__()
         self.head_dim = D = config.head_dim
+        self.window = config.sliding_window if kind == SLIDING else 0
         self.q_proj = Linear(config.hidden_size, config.num_attention_heads * D)
         self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * D)
         self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * D)
@@ -249,16 +305,16 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def context(self, ctx_PH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k_KPD = self.k_norm(self.heads(self.k_proj(ctx_PH))).transpose(0, 1)
-        return _rotate(k_KPD, cos, sin), self.heads(self.v_proj(ctx_PH)).transpose(0, 1)
+        k_PKD = rotate(self.k_norm(self.heads(self.k_proj(ctx_PH))), cos, sin)
+        return k_PKD.transpose(0, 1), self.heads(self.v_proj(ctx_PH)).transpose(0, 1)
 
     def forward(
-        self, x_AWH: Tensor, cos: Tensor, sin: Tensor, k_KPD: Tensor, v_KPD: Tensor, visible: Visible
+        self, x_AWH: Tensor, cos: Tensor, sin: Tensor, k_KPD: Tensor, v_KPD: Tensor, visible: dict[int, Visible]
     ) -> Tensor:
-        q_AWQD = _rotate(self.q_norm(self.heads(self.q_proj(x_AWH))), cos, sin)
-        k_AWKD = _rotate(self.k_norm(self.heads(self.k_proj(x_AWH))), cos, sin)
+        q_AWQD = rotate(self.q_norm(self.heads(self.q_proj(x_AWH))), cos, sin)
+        k_AWKD = rotate(self.k_norm(self.heads(self.k_proj(x_AWH))), cos, sin)
         v_AWKD = self.heads(self.v_proj(x_AWH))
-        return self.o_proj(block_attention(q_AWQD, k_AWKD, v_AWKD, k_KPD, v_KPD, visible).flatten(-2))
+        return self.o_proj(block_attention(q_AWQD, k_AWKD, v_AWKD, k_KPD, v_KPD, visible[self.window]).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -273,9 +329,9 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, *, kind: str) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, kind=kind)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -286,26 +342,36 @@ class Layer(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Matrices start as N(0, 0.02) drawn from `generator` (default: seed 0), norms as ones."""
+    """Matrices start as N(0, 0.02) drawn from `generator` (default: seed 0), norms as ones.
+
+    `embed_proj` and `head_proj` are matrices only where the drafter is not as wide as the verifier.
+    """
 
     def __init__(self, config: DrafterConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        self.fc = Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        width, outside = config.hidden_size, config.verifier_hidden_size
+        self.fc = Linear(len(config.target_layer_ids) * outside, width)
+        self.hidden_norm = RMSNorm(width, config.rms_norm_eps)
+        self.embed_proj = nn.Identity() if width == outside else Linear(outside, width)
+        self.layers = nn.ModuleList(Layer(config, kind=kind) for kind in config.layer_types)
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        self.head_proj = nn.Identity() if width == outside else Linear(width, outside)
         if not self.fc.weight.is_meta:
             generator = generator or torch.Generator().manual_seed(0)
             for parameter in self.parameters():
                 if parameter.ndim == 2:
-                    nn.init.normal_(parameter, std=0.02, generator=generator)
+                    nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
 
     def _layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return _rope(positions, head_dim=self.config.head_dim, theta=self.config.rope_theta)
+        """(cos, sin) of positions for all heads, float32. Made anew: no buffer that a meta device could empty."""
+        radians = frequencies(self.config.rope, head_dim=self.config.head_dim).to(positions.device, non_blocking=True)
+        angles = positions[..., None, None].float() * torch.cat((radians, radians))
+        scale = self.config.rope.get("attention_factor", 1.0)
+        return angles.cos() * scale, angles.sin() * scale
 
     def context(self, features_PF: Tensor, documents: Documents | None = None, *, start: int = 0) -> Context:
         """Keys and values of the verifier's features; not layer-normed per layer.
@@ -325,19 +391,21 @@ class Drafter(nn.Module):
         """Final hidden states (A, W, H) of embedded blocks that lie at the tokens anchor, anchor+1, … of the context.
 
         The first token of the context has the number `context.start`. A block sees its own document's context strictly
-        before its anchor, and itself in both directions. Cheapest if anchors ascend.
+        before its anchor, and itself: see DrafterConfig. Cheapest if anchors ascend.
         """
-        W = blocks_AWH.shape[1]
         tokens_A = anchors_A - context.start
         first_A, _ = context.documents.around(tokens_A)
         # strictly before the anchor: when drafting, the verifier has not produced the anchor's own features yet
-        visible = Visible.between(first_A, tokens_A, queries=W * self.config.num_attention_heads)
-        positions_AW = (anchors_A - first_A)[:, None] + torch.arange(W, device=anchors_A.device)
-        cos, sin = (part_AWD[:, :, None] for part_AWD in self._rope(positions_AW))
-        x_AWH = blocks_AWH
+        visible = {
+            window: Visible(first_A, tokens_A, block_size=blocks_AWH.shape[1], window=window)
+            for window in {layer.self_attn.window for layer in self._layers()}
+        }
+        slots_W = torch.arange(blocks_AWH.shape[1], device=anchors_A.device)
+        cos, sin = self._rope((anchors_A - first_A)[:, None] + slots_W)
+        x_AWH = self.embed_proj(blocks_AWH)
         for layer, k_KPD, v_KPD in zip(self._layers(), context.keys, context.values, strict=True):
             x_AWH = layer(x_AWH, cos, sin, k_KPD, v_KPD, visible)
-        return self.norm(x_AWH)
+        return self.head_proj(self.norm(x_AWH))
 
     def draft(self, ends: Ends, anchor_ids_A: Tensor, *, anchors_A: Tensor, context: Context) -> Tensor:
         """Hidden states (A, S, H) of the slots after each anchor: the blocks are [anchor id, mask, mask, …]."""

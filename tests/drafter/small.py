@@ -18,11 +18,14 @@ VERIFIER = {
 }
 
 
-def make_drafter(*, block_size: int = 5, seed: int = 0, **changes: object) -> Drafter:
-    config = DrafterConfig.from_verifier(
-        VERIFIER | changes, block_size=block_size, num_layers=2, mask_token_id=60, target_layer_ids=[1, 3]
-    )
-    drafter = Drafter(config, generator=torch.Generator().manual_seed(seed))
+def make_config(*, block_size: int = 5, verifier: dict[str, object] | None = None, **shape: object) -> DrafterConfig:
+    """Of a verifier with some settings changed, in a shape of its own."""
+    settings = {"block_size": block_size, "num_layers": 2, "mask_token_id": 60, "target_layer_ids": [1, 3]}
+    return DrafterConfig.from_verifier(VERIFIER | (verifier or {}), **settings | shape)
+
+
+def make_drafter(*, seed: int = 0, **settings: object) -> Drafter:
+    drafter = Drafter(make_config(**settings), generator=torch.Generator().manual_seed(seed))
     for parameter in drafter.parameters():  # larger than at the start of training, so that every path shows
         if parameter.ndim == 2:
             parameter.data *= 8

@@ -13,8 +13,8 @@ def tensors(
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def visible(first: list[int], end: list[int]) -> Visible:
-    return Visible.between(torch.tensor(first), torch.tensor(end), queries=8)
+def visible(first: list[int], end: list[int], *, window: int = 0) -> Visible:
+    return Visible(torch.tensor(first), torch.tensor(end), block_size=4, window=window)
 
 
 def output_and_gradients(attend, inputs, seen):
@@ -26,18 +26,19 @@ def output_and_gradients(attend, inputs, seen):
 RANGES = {
     "one document": ([0] * 6, [1, 2, 5, 16, 17, 17]),
     "three documents": ([0, 0, 5, 5, 5, 12], [2, 4, 6, 9, 11, 17]),
-    "windows": ([0, 0, 3, 8, 10, 14], [2, 4, 7, 12, 14, 17]),
+    "far apart": ([0, 0, 3, 8, 10, 14], [2, 4, 7, 12, 14, 17]),
     "no order, and blocks without context": ([5, 0, 12, 9, 0, 0], [9, 3, 12, 9, 17, 0]),
 }
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (4, 1)])
 @pytest.mark.parametrize("ranges", RANGES)
+@pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("slack", [0, 4, 64])  # blocks one by one, a few or many together
-def test_outputs_and_gradients_equal_the_dense_oracle(heads, ranges, slack, monkeypatch):
+def test_outputs_and_gradients_equal_the_dense_oracle(heads, ranges, window, slack, monkeypatch):
     monkeypatch.setattr(attention, "SLACK", slack)
     inputs = tensors(A=6, W=4, Q=heads[0], K=heads[1], D=6, P=17)
-    seen = visible(*RANGES[ranges])
+    seen = visible(*RANGES[ranges], window=window)
     results = [output_and_gradients(attend, inputs, seen) for attend in (block_attention, dense_attention)]
     for ours, oracle in zip(*results, strict=True):
         torch.testing.assert_close(ours, oracle, rtol=1e-9, atol=1e-9)
@@ -53,10 +54,11 @@ def test_in_bfloat16_outputs_and_gradients_are_those_of_float32_but_for_rounding
         torch.testing.assert_close(ours.float(), oracle, rtol=0.05, atol=0.05)
 
 
-def test_perturbing_a_forbidden_key_changes_nothing_and_an_allowed_one_something():
+@pytest.mark.parametrize("window", [0, 6])
+def test_perturbing_a_forbidden_key_changes_nothing_and_an_allowed_one_something(window):
     inputs = tensors(A=6, W=4, Q=4, K=2, D=6, P=17)
-    first, end = RANGES["windows"]
-    seen = visible(first, end)
+    first, end = RANGES["three documents"]
+    seen = visible(first, end, window=window)
     with torch.no_grad():
         original = block_attention(*inputs, seen)
         for token in range(17):
@@ -65,21 +67,47 @@ def test_perturbing_a_forbidden_key_changes_nothing_and_an_allowed_one_something
             changed[4][:, token] -= 1
             output = block_attention(*changed, seen)
             for block in range(6):
-                assert torch.equal(output[block], original[block]) == (not first[block] <= token < end[block])
+                for slot in range(4):
+                    lowest = max(first[block], end[block] + slot - (window - 1)) if window else first[block]
+                    allowed = lowest <= token < end[block]
+                    assert torch.equal(output[block, slot], original[block, slot]) != allowed
+
+
+@pytest.mark.parametrize("window", [0, 6])
+def test_a_slot_sees_all_of_its_own_block_or_with_a_window_those_up_to_itself_and_no_other_block(window):
+    inputs = tensors(A=6, W=4, Q=4, K=2, D=6, P=17)
+    seen = visible(*RANGES["three documents"], window=window)
+    with torch.no_grad():
+        original = block_attention(*inputs, seen)
+        for slot in range(4):
+            changed = [x.clone() for x in inputs]
+            changed[1][3, slot] += 1
+            changed[2][3, slot] -= 1
+            differs_AW = (block_attention(*changed, seen) != original).flatten(2).any(-1)
+            assert differs_AW[3].tolist() == [k >= slot or not window for k in range(4)]
+            assert not differs_AW[[0, 1, 2, 4, 5]].any()
 
 
 def test_a_block_without_visible_context_gives_numbers_and_gradients_and_so_do_no_blocks_at_all():
     for A in (1, 0):
         inputs = tensors(A=A, W=3, Q=2, K=1, D=4, P=5)
-        seen = Visible.between(torch.zeros(A, dtype=torch.long), torch.zeros(A, dtype=torch.long), queries=6)
+        seen = Visible(torch.zeros(A, dtype=torch.long), torch.zeros(A, dtype=torch.long), block_size=3)
         assert all(part.isfinite().all() for part in output_and_gradients(block_attention, inputs, seen))
 
 
 def test_the_work_is_that_of_the_context_actually_visible():
     ends = torch.arange(5, 4096, 8)
-    chunks = Visible.between(torch.zeros_like(ends), ends, queries=128).chunks
-    looked_at = sum((c.blocks.stop - c.blocks.start) * (c.keys.stop - c.keys.start) for c in chunks)
-    assert looked_at < 1.1 * ends.sum()
-    assert max((c.blocks.stop - c.blocks.start) * 128 * c.keys.stop for c in chunks) <= attention.CHUNK_SCORES
-    documents = Visible.between(ends // 512 * 512, ends, queries=128).chunks
-    assert all(c.keys.start // 512 == (c.keys.stop - 1) // 512 for c in documents)
+
+    def chunks(first, *, window=0):
+        return Visible(first, ends, block_size=16, window=window).chunks
+
+    zeros, documents = torch.zeros_like(ends), ends // 512 * 512
+    for seen, visible_keys in (
+        (chunks(zeros), ends),
+        (chunks(documents), ends - documents),
+        (chunks(zeros, window=256), ends.clamp(max=255)),
+    ):
+        pairs = [(c.blocks.stop - c.blocks.start) * (c.keys.stop - c.keys.start) for c in seen]
+        assert sum(pairs) <= 1.25 * visible_keys.sum() + attention.SLACK * len(ends)
+        assert 16 * max(pairs) <= attention.CHUNK_SCORES
+    assert all(c.keys.start // 512 == (c.keys.stop - 1) // 512 for c in chunks(documents))  # never another document's

@@ -1,0 +1,62 @@
+"""What a drafter's weights are before its first step. Knows drafters on disk and tensors; does not load a verifier."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dflash.drafter.export import read_config, read_weights
+from dflash.drafter.model import Drafter
+
+log = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def initialise(drafter: Drafter, source: str, *, verifier_layers: Mapping[str, Tensor] | None = None) -> list[str]:
+    """Set the weights of a new drafter in place; returns the names of those that keep their random values.
+
+    `random` keeps all. `verifier` takes `verifier_layers`, what `dflash.verifier.last_layers` gives, wherever name and
+    shape agree, and passes the last tap on through `fc`; what stays random is named in one line of the log. Anything
+    else is the folder of a drafter of the same shape: raises ValueError naming every difference of configs and weights.
+    """
+    own = drafter.state_dict()
+    if source == "random":
+        return sorted(own)
+    if source != "verifier":
+        drafter.load_state_dict(_of_folder(Path(source).expanduser(), drafter))
+        return []
+    assert verifier_layers is not None, "whoever asks for the verifier's layers loads them"
+    weights = {n: w for n, w in verifier_layers.items() if n in own and own[n].shape == w.shape}
+    if drafter.config.hidden_size == drafter.config.verifier_hidden_size:
+        fc_HF = torch.zeros_like(drafter.fc.weight)
+        fc_HF[:, -len(fc_HF) :] = torch.eye(len(fc_HF))
+        weights["fc.weight"] = fc_HF
+    drafter.load_state_dict(weights, strict=False)
+    kept = sorted(name for name in own.keys() - weights.keys() if own[name].ndim == 2)
+    log.info(
+        "the drafter starts as the verifier's last layers: %d of %d weights%s",
+        *(len(weights), len(own), f"; at random start {', '.join(kept)}" if kept else ""),
+    )
+    return kept
+
+
+def _of_folder(folder: Path, drafter: Drafter) -> dict[str, Tensor]:
+    problems = []
+    ours, theirs = asdict(drafter.config), asdict(read_config(folder))
+    for name, value in ours.items():
+        # nothing is computed from the longest text of a verifier
+        if theirs[name] != value and name != "max_position_embeddings":
+            problems.append(f"{name} is {theirs[name]}, here {value}")
+    try:
+        weights = read_weights(folder, drafter)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError(
+            f"training.initialisation: the drafter in {folder} is another one: {'; '.join(problems)}; "
+            "set training to its values, or choose another start"
+        )
+    return weights
