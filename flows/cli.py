@@ -230,7 +230,7 @@ def _log_to_terminal() -> None:
 
 
 def _show_result(record: "RunRecord", url: str | None) -> None:
-    from dflash.decoding.report import terminal_rows  # loads nothing heavy, but only a finished run needs it
+    from dflash.decoding.tables import terminal_rows  # loads nothing heavy, but only a finished run needs it
 
     assert record.report
     assert record.drafter

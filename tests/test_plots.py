@@ -1,9 +1,11 @@
 """Plots: figures are drawn without a display, and the same numbers give the same bytes."""
 
 import math
+from datetime import UTC, datetime
 from pathlib import Path
+from xml.etree import ElementTree
 
-from dflash.plots import lines, save
+from dflash.plots import bars, inline_svg, intervals, lines, save
 
 SERIES = {"loss": [(0.0, 2.0), (1.0, 1.5), (2.0, math.nan), (3.0, 1.0)], "cost $5": [(0.0, 1.0), (3.0, 2.0)]}
 
@@ -22,3 +24,28 @@ def test_a_figure_is_saved_as_png_and_svg_with_the_same_bytes_each_time(tmp_path
 def test_a_plot_without_data_is_an_empty_plot(tmp_path: Path) -> None:
     save(lines({"loss": []}, title="Loss", xlabel="step", ylabel="nats"), tmp_path, "loss")
     assert ">Loss</text>" in (tmp_path / "loss.svg").read_text()
+
+
+def test_bars_and_intervals_take_gaps_and_no_data() -> None:
+    points = {"chain": (1.5, (1.2, 1.9)), "8": (2.0, None), "64": (None, None)}
+    for figure in (
+        intervals(points, title="t", xlabel="x", ylabel="y"),
+        intervals({}, title="t", xlabel="x", ylabel="y"),
+        bars({"a": [0.5, 0.5], "b": [1.0, 0.0]}, labels=["0", "1"], title="t", xlabel="x", ylabel="y"),
+        bars({}, labels=[], title="t", xlabel="x", ylabel="y"),
+    ):
+        assert inline_svg(figure, label="t").startswith("<svg role=")
+
+
+def test_times_are_an_axis_of_dates() -> None:
+    series = {"chain": [(datetime(2026, 1, day, tzinfo=UTC), 2.0) for day in (1, 20)]}
+    assert "2026-Jan" in inline_svg(lines(series, title="t", xlabel="x", ylabel="y"), label="t")
+
+
+def test_an_inline_plot_takes_the_pages_colour_and_width() -> None:
+    svg = inline_svg(lines({'<a> & "b"': [(0, 1)], "c": [(0, 2)]}, title="t", xlabel="x", ylabel="y"), label='<"&')
+    root = ElementTree.fromstring(svg)
+    assert "width" not in root.attrib
+    assert root.attrib["aria-label"] == '<"&'
+    assert "currentColor" in svg
+    assert "#ffffff" not in svg

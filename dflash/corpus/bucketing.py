@@ -123,11 +123,18 @@ def interleave(counts: Sequence[int]) -> list[int]:
 
 
 def epoch_batches(
-    lengths: Sequence[int], buckets: Sequence[int], *, max_tokens: int, seed: int, epoch: int
+    lengths: Sequence[int],
+    buckets: Sequence[int],
+    *,
+    max_tokens: int,
+    seed: int,
+    epoch: int,
+    order: str = "interleaved",
 ) -> list[list[int]]:
     """All batches of an epoch in the order of training: row numbers, each exactly once, every batch of one bucket.
 
-    The same (seed, epoch) gives the same batches; their number may differ a little from epoch to epoch.
+    `order` of the buckets: interleaved, shuffled, or sequential (shortest first). The same (seed, epoch) gives the same
+    batches; their number may differ a little from epoch to epoch.
     """
     names = sorted(set(buckets))
     rows: dict[int, list[int]] = {name: [] for name in names}
@@ -137,6 +144,11 @@ def epoch_batches(
         make_batches(rows[name], lengths, max_tokens=max_tokens, rng=random.Random(f"{seed}/{epoch}/{name}"))
         for name in names
     ]
+    if order != "interleaved":
+        all_batches = [batch for queue in batches for batch in queue]
+        if order == "shuffled":
+            random.Random(f"{seed}/{epoch}/order").shuffle(all_batches)
+        return all_batches
     queues = [iter(queue) for queue in batches]
     return [next(queues[i]) for i in interleave([len(queue) for queue in batches])]
 

@@ -22,6 +22,11 @@ def method_name(budget: int) -> str:
     return f"tree{budget}"
 
 
+def num_nodes(method: str, *, num_slots: int) -> int:
+    """How many drafted tokens a round of a method has verified, at most."""
+    return num_slots if method == CHAIN else int(method.removeprefix("tree"))
+
+
 def cut(accepted: int, *, remaining: int) -> tuple[int, int]:
     """(accepted, committed) of a round when the response has `remaining` tokens to come, the bonus token among them.
 
@@ -39,6 +44,16 @@ def walk_rounds(accepted_at: Sequence[int], *, num_tokens: int) -> list[int]:
         rounds.append(accepted)
         anchor += committed
     return rounds
+
+
+def anchors(accepted: Sequence[int], *, num_tokens: int) -> list[int]:
+    """The token that each round of a response starts from, counted from the response's first."""
+    anchor, found = 0, []
+    for count in accepted:
+        found.append(anchor)
+        anchor += cut(count, remaining=num_tokens - 1 - anchor)[1]
+    assert anchor == num_tokens - 1, f"{num_tokens - 1 - anchor} tokens are left after the last round"
+    return found
 
 
 @dataclass(frozen=True)
@@ -60,13 +75,10 @@ class Acceptance:
     def of_response(cls, accepted: Sequence[int], *, num_tokens: int, num_slots: int) -> "Acceptance":
         """From the accepted count of each round of one response of `num_tokens`; blocks have `num_slots` slots."""
         histogram, measured = [0] * (num_slots + 1), [0] * num_slots
-        remaining = num_tokens - 1
-        for count in accepted:
+        for count, anchor in zip(accepted, anchors(accepted, num_tokens=num_tokens), strict=True):
             histogram[count] += 1
-            for slot in range(min(count + 1, num_slots, remaining)):
+            for slot in range(min(count + 1, num_slots, num_tokens - 1 - anchor)):
                 measured[slot] += 1
-            remaining -= cut(count, remaining=remaining)[1]
-        assert remaining <= 0, f"{remaining} tokens are left after the last round"
         return cls(
             responses=1,
             tokens=num_tokens,

@@ -3,7 +3,6 @@
 Hidden states, drafter and verifier in, a report out. Knows no Zarr, no tree and no table.
 """
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,10 +11,12 @@ from typing import Any
 import torch
 
 from dflash.config import EvaluationConfig
-from dflash.decoding.acceptance import CHAIN, Acceptance, method_name
+from dflash.decoding.acceptance import CHAIN, method_name
 from dflash.decoding.live import Method, decode
+from dflash.decoding.page import write_report
 from dflash.decoding.replay import replay, response_span
-from dflash.decoding.report import markdown, summarise
+from dflash.decoding.report import assemble
+from dflash.decoding.responses import Response, content_hash
 from dflash.devices import resolve_device
 from dflash.drafter.export import load_drafter
 from dflash.drafter.model import Drafter, Ends
@@ -26,6 +27,9 @@ from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
 
 log = logging.getLogger(__name__)
+
+SET = "evaluation"  # the name of the one set
+SEED = 0  # of the bootstrap
 
 
 def evaluate(
@@ -49,16 +53,26 @@ def evaluate(
     live_rows = spread([row.category for row in store.rows], config.live_prompts)
     live_verifier = load_verifier(verifier) if live_rows else None
 
-    categories: dict[str, dict[str, Acceptance]] = defaultdict(lambda: defaultdict(Acceptance))
+    asked = store.info["on_policy_share"] is not None  # whether the verifier said what it would say
+    responses: list[Response] = []
     runs: list[dict[str, Any]] = []
-    num_slots = model.config.block_size - 1
     for number, row in enumerate(store.rows):
         states = store.read(number)
         rounds = replay(model, ends, states, budgets=config.budgets)
         first, end = response_span(states.loss_mask_T)
-        for method, accepted in rounds.items():
-            one = Acceptance.of_response(accepted, num_tokens=end - first, num_slots=num_slots)
-            categories[row.category][method] += one
+        ids_T = states.input_ids_T[:end]
+        responses.append(
+            Response(
+                id=row.id,
+                set=SET,
+                category=row.category,
+                content=content_hash(ids_T[:first].tolist(), ids_T[first:].tolist()),
+                num_tokens=end - first,
+                truncated=int(ids_T[-1]) not in verifier.special_ids["eos"],
+                num_on_policy=int((ids_T[first:] == states.greedy_ids_T[first - 1 : end - 1]).sum()) if asked else None,
+                accepted={method: tuple(accepted) for method, accepted in rounds.items()},
+            )
+        )
         if live_verifier and number in live_rows:
             checked = cross_check(
                 live_verifier,
@@ -74,18 +88,24 @@ def evaluate(
             runs += [{"id": row.id, "category": row.category} | run for run in checked]
         progress(number + 1, len(store.rows), f"{number + 1:,} of {len(store.rows):,} responses")
 
-    report = {
-        "drafter": drafter.key,
-        "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
-        "hidden_states": hidden_states.key,
-        **summarise(categories, budgets=config.budgets, num_slots=num_slots),
-        "live": {
+    report = assemble(
+        responses,
+        drafter=drafter.key,
+        verifier={"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
+        hidden_states={SET: hidden_states.key},
+        conditions={
+            "template": verifier.tokenizer_identity,
+            "thinking": verifier.chat.variables.get("enable_thinking"),
+        },
+        num_slots=model.config.block_size - 1,
+        seed=SEED,
+        live={
             "prompts": len(live_rows),
             "text_equal": all(run["text_equal"] for run in runs) if runs else None,
             "rounds_equal": all(run["rounds_equal"] for run in runs) if runs else None,
             "runs": runs,
         },
-    }
+    )
     summary = {
         "responses": report["overall"]["responses"],
         "tokens": report["overall"]["tokens"],
@@ -94,8 +114,7 @@ def evaluate(
         "live": {name: value for name, value in report["live"].items() if name != "runs"},
     }
     with publish(evaluation_key(config, drafter, hidden_states, verifier), summary=summary) as (folder, artifact):
-        (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-        (folder / "report.md").write_text(markdown(report))
+        write_report(folder, report, responses)
     log.info("%(responses)d responses, rounds %(rounds)s, acceptance length %(acceptance_length)s", summary)
     return artifact()
 

@@ -1,195 +1,170 @@
-"""The report of an evaluation: sums and counts to a JSON record, and that record to tables. Knows no model, no store.
+"""The report of an evaluation: responses to the JSON record that docs/report.md describes. Knows no model and no file.
 
-Numbers are kept as they are and rounded only where a table is printed. Without data they are null: "not measured".
+Numbers are kept as they are; without data they are null, which is "not measured" and not 0.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dflash.decoding.acceptance import CHAIN, Acceptance, method_name
+from dflash.decoding.acceptance import Acceptance, anchors
+from dflash.decoding.adviser import Costs, advise
+from dflash.decoding.responses import RECALL_AT, Response
+from dflash.decoding.statistics import tau_intervals
 
-ALL = "all"
-NOT_MEASURED = "not measured"
-
-Totals = Mapping[str, Acceptance]
-"""The acceptance of each method over one set of responses."""
+SCHEMA_VERSION = 1
+"""Of report.json and of what its numbers mean: raised when a field changes or a definition does."""
 
 
-def summarise(categories: Mapping[str, Totals], *, budgets: Sequence[int], num_slots: int) -> dict[str, Any]:
-    """The numbers of report.json: per category and overall, by method (chain, tree16, …), slot and accepted count."""
-    methods = [CHAIN, *map(method_name, budgets)]
-    overall = {method: sum((totals[method] for totals in categories.values()), Acceptance()) for method in methods}
+def assemble(
+    responses: Sequence[Response],
+    *,
+    drafter: str,
+    verifier: Mapping[str, str],
+    hidden_states: Mapping[str, str],
+    conditions: Mapping[str, Any],
+    num_slots: int,
+    seed: int,
+    live: Mapping[str, Any],
+    costs: Costs | None = None,
+    worst: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """The record of report.json.
+
+    `verifier` has name, identity and dtype; `hidden_states` the key of each set's; `conditions` what else must be equal
+    for numbers to be comparable, such as the template and the thinking mode. Every response has the same methods.
+    Raises ValueError where there is no response.
+    """
+    if not responses:
+        raise ValueError("evaluation: no response to report on; give prompts that the verifier answers")
+    responses = sorted(responses, key=lambda response: response.key)  # intervals do not depend on the order
+    methods = list(responses[0].accepted)
+    assert all(list(response.accepted) == methods for response in responses), "a method is missing in a response"
+    sets: dict[str, list[Response]] = defaultdict(list)
+    categories: dict[str, dict[str, list[Response]]] = defaultdict(lambda: defaultdict(list))
+    for response in responses:
+        sets[response.set].append(response)
+        categories[response.set][response.category].append(response)
+
+    def numbers(group: Sequence[Response]) -> dict[str, Any]:
+        return _numbers(group, methods=methods, num_slots=num_slots, seed=seed)
+
+    overall = numbers(responses)
     return {
-        "budgets": list(budgets),
+        "schema_version": SCHEMA_VERSION,
+        "drafter": drafter,
+        "verifier": dict(verifier),
+        "hidden_states": dict(hidden_states),
+        "conditions": dict(conditions),
         "num_slots": num_slots,
-        "acceptance_length": {method: total.acceptance_length for method, total in overall.items()},
-        "categories": {name: _numbers(totals) for name, totals in sorted(categories.items())},
-        "overall": _numbers(overall),
-        "histogram": {method: list(total.histogram) for method, total in overall.items()},
-        "conditional_acceptance": {
-            method: [
-                {"slot": slot, "accepted": accepted, "measured": measured, "share": share}
-                for slot, accepted, measured, share in zip(
-                    range(1, num_slots + 1),
-                    total.slot_accepted,
-                    total.measured,
-                    total.conditional_acceptance,
-                    strict=True,
-                )
-            ]
-            for method, total in overall.items()
+        "methods": methods,
+        "acceptance_length": overall["acceptance_length"],
+        "notes": _notes(overall),
+        "overall": overall,
+        "sets": {
+            name: numbers(group) | {"categories": {c: numbers(part) for c, part in sorted(categories[name].items())}}
+            for name, group in sorted(sets.items())
         },
+        "adviser": advise(responses, num_slots=num_slots, costs=costs) if costs else None,
+        "worst": [dict(case) for case in worst],
+        "live": dict(live),
     }
 
 
-def _numbers(totals: Totals) -> dict[str, Any]:
+def _numbers(group: Sequence[Response], *, methods: Sequence[str], num_slots: int, seed: int) -> dict[str, Any]:
+    totals = {
+        method: sum((response.acceptance(method, num_slots=num_slots) for response in group), Acceptance())
+        for method in methods
+    }
+    intervals = tau_intervals(
+        [[sum(response.accepted[method]) for method in methods] for response in group],
+        [[len(response.accepted[method]) for method in methods] for response in group],
+        seed=seed,
+    )
+    tokens = sum(response.num_tokens for response in group)
+    truncated = sum(response.truncated for response in group)
+    asked = [response for response in group if response.num_on_policy is not None]
     return {
-        "responses": totals[CHAIN].responses,
-        "tokens": totals[CHAIN].tokens,
+        "responses": len(group),
+        "tokens": tokens,
+        "truncated": truncated,
+        "truncated_share": truncated / len(group),
+        "on_policy_share": sum(r.num_on_policy or 0 for r in asked) / tokens if len(asked) == len(group) else None,
         "rounds": {method: total.rounds for method, total in totals.items()},
         "accepted": {method: total.accepted for method, total in totals.items()},
         "acceptance_length": {method: total.acceptance_length for method, total in totals.items()},
+        "interval": {method: list(intervals[i]) if intervals else None for i, method in enumerate(methods)},
         "per_response_mean": {method: total.per_response_mean for method, total in totals.items()},
+        "histogram": {method: list(total.histogram) for method, total in totals.items()},
+        "conditional_acceptance": {method: _by_slot(total) for method, total in totals.items()},
+        "recall": _recall(group),
+        "calibration": {method: _calibration(group, method, num_slots=num_slots) for method in methods},
     }
 
 
-def _heading(method: str) -> str:
-    return method if method == CHAIN else f"tree {method.removeprefix('tree')}"
-
-
-def _length(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.2f}"
-
-
-def _share(value: float | None) -> str:
-    return NOT_MEASURED if value is None else f"{value:.1%}"
-
-
-def _same(value: bool | None) -> str:
-    return NOT_MEASURED if value is None else "yes" if value else "no"
-
-
-def _sets(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The categories, then everything; a single category is everything."""
-    categories = list(report["categories"].items())
-    return categories if len(categories) == 1 else [*categories, (ALL, report["overall"])]
-
-
-def terminal_rows(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the short table: acceptance length per category, with the rounds and tokens behind it."""
-    methods = list(report["acceptance_length"])
-    header = ["category", *map(_heading, methods), "rounds (chain)", "tokens"]
-    rows = [
-        [
-            name,
-            *(_length(numbers["acceptance_length"][method]) for method in methods),
-            f"{numbers['rounds'][CHAIN]:,}",
-            f"{numbers['tokens']:,}",
-        ]
-        for name, numbers in _sets(report)
+def _by_slot(total: Acceptance) -> list[dict[str, Any]]:
+    parts = zip(total.slot_accepted, total.measured, total.conditional_acceptance, strict=True)
+    return [
+        {"slot": slot, "accepted": accepted, "measured": measured, "share": share}
+        for slot, (accepted, measured, share) in enumerate(parts, start=1)
     ]
-    return header, rows
 
 
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], definition: str) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _recall(group: Sequence[Response]) -> dict[str, Any] | None:
+    slots = sum(response.recall_slots for response in group)
+    if not slots:
+        return None
+    hits = [sum(counts) for counts in zip(*(r.recall_hits for r in group if r.recall_slots), strict=True)]
+    return {
+        "slots": slots,
+        "at": [{"k": k, "hits": count, "share": count / slots} for k, count in zip(RECALL_AT, hits, strict=True)],
+    }
 
-    rule = "|---|" + "--:|" * (len(header) - 1)
-    return "\n".join([f"## {title}", "", line(header), rule, *map(line, rows), "", definition])
 
+def _calibration(group: Sequence[Response], method: str, *, num_slots: int) -> dict[str, Any] | None:
+    """Expected and realised accepted tokens, over the rounds whose slots all lie within the response.
 
-def markdown(report: dict[str, Any]) -> str:
-    """report.md: the tables, each with the definition of its numbers below it."""
-    methods = list(report["acceptance_length"])
-    headings = list(map(_heading, methods))
-    overall, verifier = report["overall"], report["verifier"]
-    header, rows = terminal_rows(report)
-    sections = [
-        f"# Acceptance of {report['drafter']}",
-        f"Verifier {verifier['name']} ({verifier['identity']}, {verifier['dtype']}), block size "
-        f"{report['num_slots'] + 1}. {overall['responses']:,} responses of {overall['tokens']:,} tokens, "
-        f"replayed from {report['hidden_states']}.",
-        _table(
-            "Acceptance length",
-            header,
-            rows,
-            "1 + accepted / rounds, over all rounds of the category. A round is one draft and one verification; the 1 "
-            "is the token that the verifier adds of its own. Accepted tokens beyond the end of a response never count. "
-            "The chain is the drafter's best token of each slot; tree N is its N most probable prefixes.",
-        ),
-        _table(
-            "Mean over responses",
-            ["category", *headings, "responses"],
-            [
-                [
-                    name,
-                    *(_length(numbers["per_response_mean"][method]) for method in methods),
-                    f"{numbers['responses']:,}",
-                ]
-                for name, numbers in _sets(report)
-            ],
-            "The mean of each response's own acceptance length, as papers print it: every response weighs the same, "
-            "however long. Responses without a round (of one token) are left out.",
-        ),
-        _table(
-            "Rounds",
-            ["category", *headings, "tokens"],
-            [
-                [name, *(f"{numbers['rounds'][method]:,}" for method in methods), f"{numbers['tokens']:,}"]
-                for name, numbers in _sets(report)
-            ],
-            "Passes of the verifier that the responses take, beside the one that reads the prompt and gives the first "
-            "token. Decoding without a draft takes one for each token after the first.",
-        ),
-        _table(
-            "Conditional acceptance by slot",
-            ["slot", *headings, "measured (chain)"],
-            [
-                [
-                    str(slot + 1),
-                    *(_share(report["conditional_acceptance"][method][slot]["share"]) for method in methods),
-                    f"{report['conditional_acceptance'][CHAIN][slot]['measured']:,}",
-                ]
-                for slot in range(report["num_slots"])
-            ],
-            "How often a slot was accepted in the rounds that had accepted all slots before it. Slots beyond the end "
-            "of a response do not count; a slot that no round reached is not measured. A tree has at most as many "
-            "levels as nodes, so a small one never accepts late slots.",
-        ),
-        _table(
-            "Rounds by accepted tokens",
-            ["accepted", *headings],
-            [
-                [str(count), *(f"{report['histogram'][method][count]:,}" for method in methods)]
-                for count in range(report["num_slots"] + 1)
-            ],
-            "How many rounds accepted so many drafted tokens.",
-        ),
-        _live(report["live"]),
+    The drafter does not know where a response ends: in later rounds it expects what could not be accepted.
+    """
+    pairs = [
+        (expected, accepted)
+        for response in group
+        if method in response.expected
+        for expected, accepted, anchor in zip(
+            response.expected[method],
+            response.accepted[method],
+            anchors(response.accepted[method], num_tokens=response.num_tokens),
+            strict=True,
+        )
+        if anchor + num_slots < response.num_tokens
     ]
-    return "\n\n".join(sections) + "\n"
+    if not pairs:
+        return None
+    bins: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for expected, accepted in pairs:
+        bins[int(expected)].append((expected, accepted))
+
+    def means(some: Sequence[tuple[float, int]]) -> dict[str, Any]:
+        expected, realised = (sum(part) / len(some) for part in zip(*some, strict=True))
+        return {"rounds": len(some), "expected": expected, "realised": realised}
+
+    return means(pairs) | {"bins": [{"from": at} | means(bins[at]) for at in sorted(bins)]}
 
 
-def _live(live: dict[str, Any]) -> str:
-    if not live["prompts"]:
-        return f"## Live decoding\n\n{NOT_MEASURED}: no prompt was decoded live."
-    return _table(
-        "Live decoding",
-        ["prompt", "category", "method", "tokens", "rounds", "same text", "same rounds"],
-        [
-            [
-                run["id"],
-                run["category"],
-                _heading(run["method"]),
-                f"{run['tokens']:,}",
-                f"{run['rounds']:,}",
-                _same(run["text_equal"]),
-                _same(run["rounds_equal"]),
-            ]
-            for run in live["runs"]
-        ],
-        f"{live['prompts']} of the prompts, decoded again by verifier and drafter together. Same text: token for token "
-        "the stored response, which the verifier gave alone. Same rounds: as many rounds as in replay, each accepting "
-        "as many tokens. Both are expected in float32; in lower precision near-ties may fall otherwise.",
-    )
+def _notes(overall: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing the numbers."""
+    notes = []
+    if overall["responses"] == 1:
+        notes.append("One response: there is no interval, and no verdict can be based on it.")
+    if overall["truncated"] == overall["responses"]:
+        notes.append("Every response was cut at the length limit: how drafts fare near an end is not measured.")
+    elif overall["truncated_share"] > 0.5:
+        notes.append(f"{overall['truncated_share']:.0%} of the responses were cut at the length limit.")
+    if overall["on_policy_share"] is not None and overall["on_policy_share"] < 1:
+        notes.append(
+            f"{overall['on_policy_share']:.2%} of the tokens are the verifier's own greedy choice: where others were "
+            "not sampled by it, replay measures a text that it would not write."
+        )
+    if not any(overall["rounds"].values()):
+        notes.append("No response has more than one token: there was no round.")
+    return notes

@@ -11,11 +11,11 @@ B batch, T tokens, K taps or likeliest tokens, H hidden size, F features (taps x
 import json
 import math
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import polars as pl
@@ -85,6 +85,19 @@ class BatchStates(NamedTuple):
     lengths_B: torch.Tensor  # noqa: N815
 
 
+class PackedStates(NamedTuple):
+    """Conversations one after the other, without padding: P tokens in all."""
+
+    features_PF: torch.Tensor  # noqa: N815
+    input_ids_P: torch.Tensor  # noqa: N815
+    loss_mask_P: torch.Tensor  # noqa: N815
+    greedy_ids_P: torch.Tensor  # noqa: N815
+    final_PH: torch.Tensor | None  # noqa: N815
+    topk_ids_PK: torch.Tensor | None  # noqa: N815
+    topk_logprobs_PK: torch.Tensor | None  # noqa: N815
+    lengths: tuple[int, ...]
+
+
 class Row(NamedTuple):
     """Where a conversation lies, and what is known of it without reading it."""
 
@@ -96,6 +109,9 @@ class Row(NamedTuple):
     num_supervised: int
     shard: int
     start: int
+
+
+BatchT = TypeVar("BatchT", BatchStates, PackedStates)
 
 
 class ArrayKind(NamedTuple):
@@ -433,6 +449,20 @@ class HiddenStates:
             if view is not None:
                 view[place, length:] = 0
 
+    def _packed(self, row_numbers: Sequence[int], buffers: RowStates) -> PackedStates:
+        lengths = tuple(self.rows[number].length for number in row_numbers)
+        total = sum(lengths)
+        if total > len(buffers.input_ids_T):
+            raise ValueError(f"{len(lengths)} rows of {total} tokens do not fit into {len(buffers.input_ids_T)} tokens")
+        views: list[Any] = [None if memory is None else memory[:total] for memory in buffers]
+        return PackedStates._make([*views, lengths])
+
+    def _read_packed(self, row_number: int, batch: PackedStates, place: int, *, verify: bool) -> None:
+        start = sum(batch.lengths[:place])
+        part = slice(start, start + batch.lengths[place])
+        row = RowStates._make(None if view is None else view[part] for view in batch[:-1])
+        self._read(row_number, row, verify=verify)
+
     def stream(
         self,
         batches: Iterable[Sequence[int]],
@@ -441,25 +471,52 @@ class HiddenStates:
         device: torch.device | None,
         verify: bool = True,
     ) -> Generator[BatchStates, None, None]:
-        """Batches of rows, in order, read ahead into `buffers` by one thread less than there are.
+        """Padded batches of rows, in order, read ahead into `buffers` by one thread less than there are.
 
         A batch is valid until the next is asked for; then its memory is filled again, once the copies to `device` that
         were queued by then, on its current stream, are done. Without a device nothing is waited for.
         """
+        ahead = self._read_ahead(batches, buffers, self._batch, self._read_padded, device=device, verify=verify)
+        with closing(ahead):
+            for batch, _ in ahead:
+                yield batch
+
+    def stream_packed(
+        self,
+        batches: Iterable[Sequence[int]],
+        buffers: Sequence[RowStates],
+        *,
+        device: torch.device | None,
+        verify: bool = True,
+    ) -> Generator[tuple[PackedStates, int], None, None]:
+        """The same without padding; beside each batch, how many more had been read when it was asked for."""
+        return self._read_ahead(batches, buffers, self._packed, self._read_packed, device=device, verify=verify)
+
+    def _read_ahead(
+        self,
+        batches: Iterable[Sequence[int]],
+        buffers: Sequence[RowStates],
+        lay_out: Callable[[Sequence[int], RowStates], BatchT],
+        fill: Callable[..., None],
+        *,
+        device: torch.device | None,
+        verify: bool,
+    ) -> Generator[tuple[BatchT, int], None, None]:
         spare: deque[tuple[RowStates, torch.cuda.Event | None]] = deque((memory, None) for memory in buffers)
-        pending: deque[tuple[RowStates, BatchStates, list[Future[None]]]] = deque()
+        pending: deque[tuple[RowStates, BatchT, list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(len(buffers) - 1, thread_name_prefix="hidden-states")
 
-        def load(number: int, batch: BatchStates, place: int, copies: torch.cuda.Event | None) -> None:
+        def load(number: int, batch: BatchT, place: int, copies: torch.cuda.Event | None) -> None:
             if copies is not None:
                 copies.synchronize()
-            self._read_padded(number, batch, place, verify=verify)
+            fill(number, batch, place, verify=verify)
 
-        def oldest() -> Generator[BatchStates, None, None]:
+        def oldest() -> Generator[tuple[BatchT, int], None, None]:
             memory, batch, reads = pending.popleft()
+            ready = sum(all(read.done() for read in reads) for _, _, reads in pending)
             for read in reads:
                 read.result()
-            yield batch
+            yield batch, ready
             spare.append((memory, _queued_copies(device)))
 
         try:
@@ -467,7 +524,7 @@ class HiddenStates:
                 if not spare:
                     yield from oldest()
                 memory, copies = spare.popleft()
-                batch = self._batch(numbers, memory)
+                batch = lay_out(numbers, memory)
                 # a task for each row: all threads are busy to the end, though rows differ a hundredfold
                 reads = [pool.submit(load, number, batch, i, copies) for i, number in enumerate(numbers)]
                 pending.append((memory, batch, reads))

@@ -202,6 +202,18 @@ def test_epochs_and_seeds_shuffle_differently():
     assert len(orders) == 9
 
 
+def test_every_order_of_buckets_has_the_same_batches():
+    lengths, buckets = [5, 6, 7, 8] * 9, [0, 0, 1, 1] * 9
+    orders = {
+        order: epoch_batches(lengths, buckets, max_tokens=16, seed=7, epoch=2, order=order)
+        for order in ("interleaved", "shuffled", "sequential")
+    }
+    assert len({str(sorted(batches)) for batches in orders.values()}) == 1
+    assert len({str(batches) for batches in orders.values()}) == 3
+    visited = [buckets[batch[0]] for batch in orders["sequential"]]
+    assert visited == sorted(visited)
+
+
 def test_the_order_of_an_epoch_is_the_same_in_another_process():
     code = (
         "from dflash.corpus.bucketing import epoch_batches; "

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.decoding.acceptance import Acceptance, cut, walk_rounds
+from dflash.decoding.acceptance import CHAIN, Acceptance, anchors, cut, method_name, num_nodes, walk_rounds
 
 NUM_SLOTS = 4
 responses = st.lists(st.integers(0, NUM_SLOTS), min_size=1, max_size=40)  # what a round from each token would accept
@@ -34,6 +34,20 @@ def test_every_token_but_the_first_is_accepted_or_a_bonus(accepted_at: list[int]
     last_has_bonus = sum(rounds) + len(rounds) == len(accepted_at) - 1
     assert last_has_bonus or sum(rounds) + len(rounds) == len(accepted_at)
     assert all(0 <= accepted <= NUM_SLOTS for accepted in rounds)
+
+
+@given(responses)
+def test_anchors_are_where_the_walk_was(accepted_at: list[int]) -> None:
+    rounds = walk_rounds(accepted_at, num_tokens=len(accepted_at))
+    starts = anchors(rounds, num_tokens=len(accepted_at))
+    assert len(starts) == len(rounds)
+    for start, accepted in zip(starts, rounds, strict=True):
+        assert accepted == min(accepted_at[start], len(accepted_at) - 1 - start)
+
+
+def test_a_round_has_as_many_nodes_verified_as_its_method_drafts() -> None:
+    assert num_nodes(CHAIN, num_slots=15) == 15
+    assert num_nodes(method_name(64), num_slots=15) == 64
 
 
 @given(responses)

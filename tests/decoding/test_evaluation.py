@@ -114,11 +114,12 @@ def test_replay_and_live_decoding_agree_in_the_report(inputs: Inputs, stored: st
     assert artifact.summary["acceptance_length"] == lengths
     assert lengths["chain"] >= 1
     assert 1 < lengths["tree4"] <= lengths["tree16"] <= 6
-    assert sorted(report["categories"]) == inputs.categories
+    categories = report["sets"]["evaluation"]["categories"]
+    assert sorted(categories) == inputs.categories
     assert report["overall"]["responses"] == rows
     assert report["overall"]["tokens"] == sum(row.num_supervised for row in inputs.store.rows)
     for name in ("responses", "tokens"):
-        assert sum(numbers[name] for numbers in report["categories"].values()) == report["overall"][name]
+        assert sum(numbers[name] for numbers in categories.values()) == report["overall"][name]
     text = (artifact.path / "report.md").read_text()
     assert "## Live decoding" in text
     assert "| yes | yes |" in text

@@ -1,74 +1,154 @@
-"""The report's numbers and tables."""
+"""The record of report.json: what its numbers are, and that docs/report.md describes all of them."""
 
+import dataclasses
+import json
+import random
+import re
+from pathlib import Path
 from typing import Any
 
-from dflash.decoding.acceptance import Acceptance
-from dflash.decoding.report import markdown, summarise, terminal_rows
+import pytest
+from evaluated_small import NUM_SLOTS, full_report, response, small_report, some_responses
+
+from dflash.decoding.report import SCHEMA_VERSION
+from dflash.decoding.responses import Response
+
+DOCS = Path(__file__).parents[2] / "docs" / "report.md"
 
 
-def response(accepted: list[int], num_tokens: int) -> Acceptance:
-    return Acceptance.of_response(accepted, num_tokens=num_tokens, num_slots=3)
-
-
-def report() -> dict[str, Any]:
-    nothing = {method: response([], 1) for method in ("chain", "tree4")}
-    maths = {
-        "chain": response([0, 1, 2], 6) + response([0], 2),
-        "tree4": response([2, 2], 6) + response([1], 2),
-    }
-    numbers = summarise({"maths": maths, "a|b": nothing}, budgets=[4], num_slots=3)
-    return numbers | {
-        "drafter": "training-1",
-        "hidden_states": "extraction-1",
-        "verifier": {"name": "tiny", "identity": "abc", "dtype": "float32"},
-        "live": {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": []},
-    }
+def by_hand() -> list[Response]:
+    """Two responses of maths, one of another category that has no rounds; three slots."""
+    made = [
+        ("p1", "maths", 6, {"chain": (0, 1, 2), "tree4": (2, 2)}),
+        ("p2", "maths", 2, {"chain": (0,), "tree4": (1,)}),
+        ("p3", "a|b", 1, {"chain": (), "tree4": ()}),
+    ]
+    return [
+        Response(id=i, set="s", category=c, content=i, num_tokens=n, truncated=i == "p2", accepted=accepted)
+        for i, c, n, accepted in made
+    ]
 
 
 def test_totals_are_of_rounds_and_means_of_responses() -> None:
-    numbers = report()
-    assert numbers["acceptance_length"] == {"chain": 1 + 3 / 4, "tree4": 1 + 5 / 3}
-    assert numbers["overall"]["per_response_mean"] == {"chain": (2 + 1) / 2, "tree4": (3 + 2) / 2}
-    assert numbers["overall"]["rounds"] == {"chain": 4, "tree4": 3}
-    assert (numbers["overall"]["responses"], numbers["overall"]["tokens"]) == (3, 9)
-    assert numbers["categories"]["a|b"]["acceptance_length"] == {"chain": None, "tree4": None}
-    assert numbers["histogram"]["chain"] == [2, 1, 1, 0]
-    assert numbers["conditional_acceptance"]["chain"] == [
+    report = small_report(by_hand(), num_slots=3)
+    overall = report["overall"]
+    assert report["acceptance_length"] == overall["acceptance_length"] == {"chain": 1 + 3 / 4, "tree4": 1 + 5 / 3}
+    assert overall["per_response_mean"] == {"chain": (2 + 1) / 2, "tree4": (3 + 2) / 2}
+    assert overall["rounds"] == {"chain": 4, "tree4": 3}
+    assert overall["accepted"] == {"chain": 3, "tree4": 5}
+    assert (overall["responses"], overall["tokens"]) == (3, 9)
+    assert (overall["truncated"], overall["truncated_share"]) == (1, 1 / 3)
+    categories = report["sets"]["s"]["categories"]
+    assert categories["a|b"]["acceptance_length"] == {"chain": None, "tree4": None}
+    assert overall["histogram"]["chain"] == [2, 1, 1, 0]
+    assert overall["conditional_acceptance"]["chain"] == [
         {"slot": 1, "accepted": 2, "measured": 4, "share": 0.5},
         {"slot": 2, "accepted": 1, "measured": 2, "share": 0.5},
         {"slot": 3, "accepted": 0, "measured": 0, "share": None},
     ]
 
 
-def test_the_terminal_table_has_a_row_per_category_and_one_for_all() -> None:
-    header, rows = terminal_rows(report())
-    assert header == ["category", "chain", "tree 4", "rounds (chain)", "tokens"]
-    assert rows == [
-        ["a|b", "not measured", "not measured", "0", "1"],
-        ["maths", "1.75", "2.67", "4", "8"],
-        ["all", "1.75", "2.67", "4", "9"],
+def test_what_was_not_recorded_is_null_and_not_zero() -> None:
+    overall = small_report(by_hand(), num_slots=3)["overall"]
+    assert overall["recall"] is None
+    assert overall["on_policy_share"] is None
+    assert overall["calibration"] == {"chain": None, "tree4": None}
+    assert small_report(by_hand(), num_slots=3)["adviser"] is None
+
+
+def test_sets_and_categories_add_up() -> None:
+    responses = [response(f"p{n}", set_name="ab"[n % 2], category="xyz"[n % 3]) for n in range(12)]
+    report = small_report(responses)
+    for name in ("responses", "tokens", "truncated"):
+        assert sum(numbers[name] for numbers in report["sets"].values()) == report["overall"][name]
+        for numbers in report["sets"].values():
+            assert sum(part[name] for part in numbers["categories"].values()) == numbers[name]
+    assert list(report["sets"]) == ["a", "b"]
+    assert list(report["sets"]["a"]["categories"]) == ["x", "y", "z"]
+
+
+def test_intervals_hold_their_lengths_and_the_order_of_responses_changes_nothing() -> None:
+    responses = some_responses(20)
+    report = small_report(responses)
+    for method, (low, high) in report["overall"]["interval"].items():
+        assert low < report["acceptance_length"][method] < high
+    shuffled = random.Random(0).sample(responses, len(responses))
+    assert small_report(shuffled) == report
+
+
+def test_calibration_counts_only_rounds_whose_slots_lie_within_the_response() -> None:
+    # anchors 0, 3, 5, 7 of nine tokens with four slots: the last two rounds reach beyond the end
+    one = Response(
+        id="p", set="s", category="c", content="x", num_tokens=9, truncated=False,
+        accepted={"chain": (2, 1, 1, 1)}, expected={"chain": (2.5, 0.5, 3.0, 3.0)},
+    )  # fmt: skip
+    assert small_report([one], num_slots=4)["overall"]["calibration"]["chain"] == {
+        "rounds": 2,
+        "expected": 1.5,
+        "realised": 1.5,
+        "bins": [
+            {"from": 0, "rounds": 1, "expected": 0.5, "realised": 1},
+            {"from": 2, "rounds": 1, "expected": 2.5, "realised": 2},
+        ],
+    }
+
+
+def test_recall_is_hits_over_slots() -> None:
+    parts = [
+        dataclasses.replace(response("p1"), recall_hits=(1, 2, 3, 4, 5, 6), recall_slots=8),
+        dataclasses.replace(response("p2"), recall_hits=(1, 1, 1, 1, 1, 1), recall_slots=2),
+        dataclasses.replace(response("p3"), recall_hits=(), recall_slots=0),
     ]
+    recall = small_report(parts)["overall"]["recall"]
+    assert recall["slots"] == 10
+    assert [at["k"] for at in recall["at"]] == [1, 2, 4, 8, 16, 64]
+    assert [at["share"] for at in recall["at"]] == [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 
 
-def test_a_single_category_is_everything() -> None:
-    one = {method: response([1], 3) for method in ("chain", "tree4")}
-    assert terminal_rows(summarise({"maths": one}, budgets=[4], num_slots=3))[1] == [
-        ["maths", "2.00", "2.00", "1", "3"]
-    ]
+def test_one_response_has_no_interval_and_says_so() -> None:
+    report = small_report([response("p")])
+    assert set(report["overall"]["interval"].values()) == {None}
+    assert any("One response" in note for note in report["notes"])
 
 
-def test_the_markdown_says_not_measured_and_defines_each_table() -> None:
-    text = markdown(report())
-    assert "| maths | 1.75 | 2.67 | 4 | 8 |" in text
-    assert "| a\\|b | not measured | not measured | 0 | 1 |" in text
-    assert "| 3 | not measured | 0.0% | 0 |" in text
-    assert "no prompt was decoded live" in text
-    for section in text.split("\n## ")[1:]:
-        assert len(section.strip().splitlines()[-1]) > 30, "a definition follows the table"
+def test_notes_say_what_spoils_the_numbers() -> None:
+    assert small_report([dataclasses.replace(r, truncated=False) for r in some_responses()])["notes"] == []
+    cut = [dataclasses.replace(r, truncated=True) for r in some_responses()]
+    assert any("Every response was cut" in note for note in small_report(cut)["notes"])
+    most = [dataclasses.replace(r, truncated=n > 2) for n, r in enumerate(some_responses(12))]
+    assert any("75% of the responses were cut" in note for note in small_report(most)["notes"])
+    others = [dataclasses.replace(r, num_on_policy=r.num_tokens // 2) for r in some_responses()]
+    assert any("50.00% of the tokens" in note for note in small_report(others)["notes"])
+    empty = [response("p1", num_tokens=1), response("p2", num_tokens=1)]
+    assert any("there was no round" in note for note in small_report(empty)["notes"])
 
 
-def test_live_runs_are_listed() -> None:
-    run = {"id": "p1", "category": "maths", "method": "tree4", "tokens": 7, "rounds": 2, "accepted": 4}
-    runs = [run | {"text_equal": True, "rounds_equal": False}]
-    text = markdown(report() | {"live": {"prompts": 1, "text_equal": True, "rounds_equal": False, "runs": runs}})
-    assert "| p1 | maths | tree 4 | 7 | 2 | yes | no |" in text
+def test_no_responses_are_refused() -> None:
+    with pytest.raises(ValueError, match="no response to report on; give prompts"):
+        small_report([])
+
+
+def paths(value: Any, names: dict[str, str], at: str = "") -> set[str]:
+    """Every field of the record as docs/report.md writes it: overall.rounds.<method>."""
+    if isinstance(value, list):
+        found = {path for item in value for path in paths(item, names, f"{at}[]")}
+        return found or {at}
+    if not isinstance(value, dict):
+        return {at}
+    return {
+        path for key, item in value.items() for path in paths(item, names, f"{at}.{names.get(key, key)}".lstrip("."))
+    }
+
+
+def test_the_documentation_has_every_field_of_the_record_and_no_other() -> None:
+    report = full_report([dataclasses.replace(r, truncated=True) for r in some_responses()])
+    names = dict.fromkeys(report["methods"], "<method>") | {"bundled": "<set>", "maths": "<category>"}
+    names |= {"writing": "<category>"}
+    found = {
+        re.sub(r"^(sets\.<set>\.categories\.<category>|sets\.<set>|overall)\.", "<numbers>.", path)
+        for path in paths(json.loads(json.dumps(report)), names)
+    }
+    text = DOCS.read_text().partition("## report.json")[2].partition("## responses.parquet")[0]
+    assert set(re.findall(r"^\| `([^`]+)` \|", text, flags=re.MULTILINE)) == found
+    assert f"`schema_version` is {SCHEMA_VERSION}" in text
+    assert report["num_slots"] == NUM_SLOTS

@@ -346,6 +346,23 @@ def test_a_stream_gives_all_batches_in_order_from_a_few_buffers(threads: int) ->
     assert open_files() == before
 
 
+def test_a_packed_stream_gives_the_same_rows_one_after_the_other_without_padding() -> None:
+    opened, expected = HiddenStates.open(make_artifact()), expected_rows("bfloat16")
+    batches = [[i % 10, (3 * i) % 10] for i in range(20)]
+    tokens = max(sum(opened.rows[number].length for number in numbers) for numbers in batches)
+    buffers = [opened.buffers(tokens) for _ in range(3)]
+    for numbers, (batch, ready) in zip(batches, opened.stream_packed(batches, buffers, device=None), strict=True):
+        assert batch.lengths == tuple(opened.rows[number].length for number in numbers)
+        assert len(batch.features_PF) == sum(batch.lengths)
+        assert 0 <= ready <= 2
+        parts = [None if memory is None else memory.split(batch.lengths) for memory in batch[:-1]]
+        for i, number in enumerate(numbers):
+            row = RowStates._make(None if part is None else part[i] for part in parts)
+            assert same(row, expected[opened.rows[number].id])
+    with pytest.raises(ValueError, match="2 rows of 80 tokens do not fit into 79"):
+        list(opened.stream_packed([[2, 2]], [opened.buffers(79) for _ in range(2)], device=None))
+
+
 def test_who_reads_for_the_cpu_waits_for_no_gpu() -> None:
     assert store._queued_copies(None) is None
     assert store._queued_copies(torch.device("cpu")) is None
