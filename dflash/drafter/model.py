@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from dflash.drafter.attention import Visible, block_attention
 from dflash.drafter.blocks import Documents
-from dflash.drafter.rope import frequencies, rope_parameters, rotate
+from dflash.drafter.norms import rms_norm, rms_norm_rotated
+from dflash.drafter.rope import frequencies, rope_parameters
 
 INITIAL_STD = 0.02
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -278,15 +279,16 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    """Computed in float32 whatever the dtype."""
-
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
+
+    def rotated(self, x_NQD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rms_norm_rotated(x_NQD, self.weight, self.eps, cos, sin)
 
 
 class Attention(nn.Module):
@@ -305,14 +307,14 @@ class Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def context(self, ctx_PH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        k_PKD = rotate(self.k_norm(self.heads(self.k_proj(ctx_PH))), cos, sin)
+        k_PKD = self.k_norm.rotated(self.heads(self.k_proj(ctx_PH)), cos, sin)
         return k_PKD.transpose(0, 1), self.heads(self.v_proj(ctx_PH)).transpose(0, 1)
 
     def forward(
         self, x_AWH: Tensor, cos: Tensor, sin: Tensor, k_KPD: Tensor, v_KPD: Tensor, visible: dict[int, Visible]
     ) -> Tensor:
-        q_AWQD = rotate(self.q_norm(self.heads(self.q_proj(x_AWH))), cos, sin)
-        k_AWKD = rotate(self.k_norm(self.heads(self.k_proj(x_AWH))), cos, sin)
+        q_AWQD = self.q_norm.rotated(self.heads(self.q_proj(x_AWH)), cos, sin)
+        k_AWKD = self.k_norm.rotated(self.heads(self.k_proj(x_AWH)), cos, sin)
         v_AWKD = self.heads(self.v_proj(x_AWH))
         return self.o_proj(block_attention(q_AWQD, k_AWKD, v_AWKD, k_KPD, v_KPD, visible[self.window]).flatten(-2))
 
@@ -397,7 +399,7 @@ class Drafter(nn.Module):
         first_A, _ = context.documents.around(tokens_A)
         # strictly before the anchor: when drafting, the verifier has not produced the anchor's own features yet
         visible = {
-            window: Visible(first_A, tokens_A, block_size=blocks_AWH.shape[1], window=window)
+            window: Visible(first_A, tokens_A, context.length, block_size=blocks_AWH.shape[1], window=window)
             for window in {layer.self_attn.window for layer in self._layers()}
         }
         slots_W = torch.arange(blocks_AWH.shape[1], device=anchors_A.device)

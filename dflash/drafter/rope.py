@@ -1,6 +1,6 @@
-"""Rotary positions (arXiv 2104.09864): which parameters a config asks for, their frequencies, and the rotation.
+"""Rotary positions (arXiv 2104.09864): which parameters a config asks for, and their frequencies.
 
-Knows configs as dictionaries, and tensors. The scaled kinds are computed as in Transformers, always in float32:
+Knows configs as dictionaries. The scaled kinds are computed as in Transformers, always in float32:
 bfloat16 frequencies err by radians at position 2,048.
 """
 
@@ -89,12 +89,3 @@ def frequencies(rope: dict[str, Any], *, head_dim: int) -> Tensor:
         pairs = torch.arange(rotated // 2, dtype=torch.float32)
         kept = 1 - ((pairs - first) / (last - first or 0.001)).clamp(0, 1)
     return slowed * (1 - kept) + plain * kept
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Halves of the leading dimensions, as many as `cos` has, rotated against each other, as in Llama and Qwen."""
-    rotated = cos.shape[-1]
-    turned, rest = x[..., :rotated].float(), x[..., rotated:]
-    low, high = turned.chunk(2, -1)
-    turned = (turned * cos + torch.cat((-high, low), -1) * sin).to(x.dtype)
-    return torch.cat((turned, rest), -1) if rest.shape[-1] else turned

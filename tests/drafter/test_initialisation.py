@@ -76,7 +76,7 @@ def test_a_layer_so_begun_computes_what_the_verifiers_does():
     cos, sin = drafter._rope(torch.arange(9))
     normed_TH = ours.input_layernorm(x_TH)
     k_KTD, v_KTD = ours.self_attn.context(normed_TH[:8], cos[:8], sin[:8])
-    visible = {0: Visible(torch.tensor([0]), torch.tensor([8]), block_size=1)}
+    visible = {0: Visible(torch.tensor([0]), torch.tensor([8]), 8, block_size=1)}
     mine = ours(x_TH[None, 8:], cos[None, 8:], sin[None, 8:], k_KTD, v_KTD, visible)
     embeddings = verifier.decoder.rotary_emb(x_TH[None], torch.arange(9)[None])
     expected = theirs(x_TH[None], position_embeddings=embeddings, attention_mask=None)
