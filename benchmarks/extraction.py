@@ -99,7 +99,8 @@ def measure(verifier: PinnedVerifier, args: argparse.Namespace, by_row: Path) ->
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
     loaded = extraction.loaded_verifier(verifier)
     by_row.mkdir()
-    batches = [batch for plan in plans for batch in padded_batches(plan, ids, max_tokens=args.batch_tokens)]
+    most = extraction.batch_tokens(config, loaded)
+    batches = [batch for plan in plans for batch in padded_batches(plan, ids, max_tokens=most)]
 
     def bare_forward() -> None:
         for batch_BT in batches:

@@ -316,7 +316,7 @@ class ExtractionConfig(Config):
         16_384,
         title="Tokens per batch",
         gt=0,
-        description="Padded tokens in one pass of the verifier.",
+        description="Padded tokens in one pass of the verifier; at most 1,024 on a CPU, where more are slower.",
         json_schema_extra=PRACTICAL,
     )
     storage: str = Field(
