@@ -316,7 +316,7 @@ def new_state(config: TrainingConfig, store: HiddenStates, verifier: PinnedVerif
     generator = torch.Generator().manual_seed(derived_seed(config.seed))
     drafter = Drafter(shape, generator=generator).to(ranks.device)
     if config.parallel == "fsdp" and ranks.world > 1:
-        shard(drafter, ranks, layers=drafter.layers, dtype=getattr(torch, config.dtype))
+        shard(drafter, ranks, dtype=getattr(torch, config.dtype))
     optimizers = make_optimizers(
         drafter,
         kind=config.optimizer,

@@ -1,17 +1,18 @@
 """The processes that train together: who is who, sums over all of them, weights held in shares. One is a special case.
 
-Started by torchrun, which sets the environment that is read here. Knows tensors and modules; no batch, file or step.
+Started by torchrun, which sets the environment that is read here. Knows tensors and drafters; no batch, file or step.
 
 ddp: every rank holds all weights, and gradients are summed once per step. fsdp: each holds its share of every matrix
 (FSDP2); gradients are averaged into shares during the backward pass.
 """
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -20,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dflash.devices import resolve_device
+from dflash.drafter.model import Drafter
 
 T = TypeVar("T")
 DEADLINE = timedelta(minutes=10)
@@ -83,11 +85,14 @@ def joined(device: str) -> Iterator[Ranks]:
     distributed.destroy_process_group()  # not after an exception: others may wait for us, and must notice that we left
 
 
-def shard(drafter: nn.Module, ranks: Ranks, *, layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+def shard(drafter: Drafter, ranks: Ranks, *, dtype: torch.dtype) -> None:
     """Replace the weights by this rank's shares, in place; they stay float32, and are gathered in `dtype` when used."""
+    # that outputs which are views must not be changed in place, which nothing here does
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     mesh = init_device_mesh(ranks.device.type, (ranks.world,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in (*layers, drafter):
+    parts = [part for layer in drafter.layers for part in (cast(nn.Module, layer.self_attn), layer)]
+    for module in (*parts, drafter):  # attention apart: context and blocks are two calls of it
         fully_shard(module, mesh=mesh, mp_policy=policy)
         for method in ("context", "draft"):
             if hasattr(module, method):
