@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from torch import Tensor
 from dflash.config import TrainingConfig
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
-from dflash.drafter.losses import Tally
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
 from dflash.hidden.store import HiddenStates, Row
 from dflash.keys import RECIPES, training_key
@@ -36,6 +35,7 @@ from dflash.training.batches import Batch, add_noise, plan_steps, row_generators
 from dflash.training.checkpoints import read_checkpoint, refuse_changes
 from dflash.training.curves import draw_curves
 from dflash.training.launch import refuse_uneven_ranks
+from dflash.training.metrics import Tally
 from dflash.training.objective import block_loss
 from dflash.training.optimizers import average_and_clip, make_optimizers, set_learning_rates, update_average
 from dflash.training.ranks import Ranks, joined, own, shard
@@ -146,7 +146,8 @@ def _train(
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
             log_row(row)
-            log.info("%s", "  ".join(f"{name.partition('/')[2]} {value:.4g}" for name, value in row.items()))
+            shown = {name.partition("/")[2]: value for name, value in row.items() if "@" not in name}
+            log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in shown.items() if name.count("/") < 2))
 
     def due(step: int) -> bool:
         return step % config.validate_every == 0 or step == total
@@ -183,6 +184,7 @@ def _train(
         | {"hidden_states": hidden_states.identity, "world_size": ranks.world},
         history=history,
     )
+    groups, groups_RX = parts_of(store.rows)
     passes = [step.passes(ranks.rank) for step in plan]
     buffers = [store.buffers(longest_batch(store, passes)) for _ in range(BUFFERS)]
     batches = store.stream_packed([rows for step in passes[state.step :] for rows, _ in step], buffers, device=device)
@@ -201,6 +203,7 @@ def _train(
             std = noise_std(
                 step, total=total, warmup_share=config.warmup_share, start=config.noise_start, end=config.noise_end
             )
+            logging_now = (step + 1) % config.log_every == 0 or step + 1 == total
             blocks = Tally()
             for rows, counts in passes[step]:
                 t1 = time.perf_counter()
@@ -230,14 +233,21 @@ def _train(
                         batch,
                         features_PF=features_PF,
                         anchors_A=anchors_A,
+                        labels=config.labels,
+                        loss=config.loss.model_dump(),
                         weights=config.slot_weights,
                         gamma=config.gamma,
                         alpha=config.dpace_alpha,
+                        tree_budget=config.tree_budget,
+                        tree_metrics=logging_now,
+                        memory_bytes=config.loss_memory_mb * 2**20,
+                        groups_DX=groups_RX[rows].to(device, non_blocking=True),
+                        num_groups=len(groups),
                     )
                 (loss if counts else loss * 0).backward()
                 if counts:
                     blocks += counted
-            sums = torch.tensor([blocks.loss, blocks.weight], dtype=torch.float64, device=device)
+            sums = torch.stack([blocks.loss, blocks.weight]).to(device)
             ranks.add_up([sums])
             norm = average_and_clip(parameters, weight=sums[1], clip_norm=config.clip_norm, ranks=ranks)
             grad_norm, loss_sum, weight = torch.stack([norm.double(), *sums]).tolist()
@@ -268,11 +278,11 @@ def _train(
             counters.add_rows([store.rows[row] for row in plan[step].rows])
             counters.seconds += time.perf_counter() - t0
             speed = counters.row_tokens / counters.seconds
-            if finished % config.log_every == 0 or finished == total:
+            if logging_now:
                 counters.together(ranks)
                 now = {"train/epoch": plan[step].epoch, "train/lr": config.learning_rate * factor}
                 now |= {"train/noise_std": std, "train/skipped": state.steadiness.skipped}
-                record({STEP: finished} | now | counters.metrics())
+                record({STEP: finished} | now | counters.metrics(groups))
                 state.counters = Counters(tokens=counters.tokens + counters.row_tokens)
             if ranks.first:
                 progress(finished, total, note(finished, loss=mean_loss, scores=scores, speed=speed, device=device))
@@ -369,6 +379,13 @@ def best_weights(
             log.error("the checkpoint of the best step is damaged, the next best is published: %s", error)
             del scores[chosen["step"]]
     return chosen, weights
+
+
+def parts_of(rows: Sequence[Row]) -> tuple[list[str], Tensor]:
+    """The names of categories and buckets, and for each row the numbers of its own."""
+    names = [(f"category/{row.category}", f"bucket/{row.bucket}") for row in rows]
+    groups = sorted({name for pair in names for name in pair})
+    return groups, torch.tensor([[groups.index(name) for name in pair] for pair in names])
 
 
 def longest_batch(store: HiddenStates, passes: Iterable[Iterable[tuple[list[int], bool]]]) -> int:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dflash.drafter.losses import Tally
 from dflash.drafter.model import Drafter
 from dflash.hidden.store import Row
 from dflash.training.checkpoints import Checkpoint, forget_checkpoints, load_newest, read_checkpoint, save_checkpoint
+from dflash.training.metrics import Tally
 from dflash.training.optimizers import load_state_tensors, state_tensors
 from dflash.training.ranks import Ranks, as_held, load_weights, whole
 from dflash.training.spikes import Steadiness
@@ -45,7 +45,10 @@ class Counters:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> "Counters":
-        return cls(**values | {"blocks": Tally(**values["blocks"])})
+        return cls(**values | {"blocks": Tally.of_json(values["blocks"])})
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"blocks": self.blocks.to_json()}
 
     def add_rows(self, rows: Sequence[Row]) -> None:
         buckets = Counter(self.bucket_tokens)
@@ -57,12 +60,12 @@ class Counters:
 
     def together(self, ranks: Ranks) -> None:
         """Every rank must ask."""
-        parts = ranks.gather(self.blocks)
-        self.blocks = sum(parts, Tally()) if ranks.first else Tally()
+        parts = ranks.gather(self.blocks.to_json())
+        self.blocks = sum(map(Tally.of_json, parts), Tally()) if ranks.first else Tally()
 
-    def metrics(self) -> dict[str, float]:
-        """A row of metrics from the sums. What was not measured is not there."""
-        row = {f"train/{name}": value for name, value in self.blocks.metrics().items()}
+    def metrics(self, groups: Sequence[str]) -> dict[str, float]:
+        """A row of metrics from the sums, also of the groups of these names. What was not measured is not there."""
+        row = {f"train/{name}": value for name, value in self.blocks.metrics(groups).items()}
         if self.steps:
             row["train/grad_norm"] = self.grad_norm / self.steps
         row |= {
@@ -107,7 +110,7 @@ class State:
             weights={name: whole(weight) for name, weight in self.drafter.state_dict().items()},
             average={name: whole(weight) for name, weight in self.average.items()},
             optimizer=state_tensors(self.drafter, self.optimizers),
-            counters={"counters": asdict(self.counters), "steadiness": asdict(self.steadiness)},
+            counters={"counters": self.counters.to_json(), "steadiness": asdict(self.steadiness)},
             settings=settings,
         )
         if ranks.first:
