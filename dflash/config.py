@@ -593,6 +593,12 @@ class TrainingConfig(Config):
     )
 
     @model_validator(mode="after")
+    def _weights_have_a_tree(self) -> "TrainingConfig":
+        if self.slot_weights == "tree" and not self.tree_budget:
+            raise ValueError("slot_weights tree with tree_budget 0, a chain; set a budget, or slot_weights to dpace")
+        return self
+
+    @model_validator(mode="after")
     def _processes_share_steps(self) -> "TrainingConfig":
         if self.accumulation % max(1, self.processes * self.nodes):
             raise ValueError(

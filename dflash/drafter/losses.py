@@ -17,9 +17,9 @@ from dflash.drafter.model import Ends
 LK_ETA = 3.0
 """How soon LK turns from KL to total variation: arXiv 2602.23881 found 3 best."""
 
-MEMORY_BYTES = 1 << 27
+MEMORY_BYTES = 1 << 26
 """For logits in memory at once: some hundred slots, below which reading the head takes longer than using it. A GPU is
-given 16 times as much."""
+given 32 times as much."""
 
 CACHED_LOGITS = 1 << 18
 """What a core's cache holds in float32: on a CPU, the passes over a chunk's logits are made a few slots at a time."""
@@ -35,10 +35,10 @@ class SlotStatistics(NamedTuple):
     `top_values_NK` are the best log-probabilities, descending; the label is among them where its rank is below K.
     """
 
-    loss_N: Tensor
-    nll_N: Tensor
-    rank_N: Tensor
-    top_values_NK: Tensor
+    loss_N: Tensor  # noqa: N815
+    nll_N: Tensor  # noqa: N815
+    rank_N: Tensor  # noqa: N815
+    top_values_NK: Tensor  # noqa: N815
 
 
 def slot_statistics(
@@ -64,12 +64,10 @@ def slot_statistics(
     on_cpu = hidden_NH.device.type == "cpu"
     of_distributions = any(loss.get(name) for name in ("kl", "tv", "lk"))
     if of_distributions and final_NH is None:
-        raise ValueError(
-            f"loss {dict(loss)} compares distributions: final states are needed; set extraction.store_final"
-        )
+        raise ValueError(f"loss {dict(loss)} compares distributions, without final states; set extraction.store_final")
     matrices = 3 if of_distributions else 2  # logits, the verifier's, gradients
     num_bytes = matrices * ends.head_VH.element_size() + (0 if on_cpu else 2 * matrices * 4)  # and what is in float32
-    chunk = (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 4)) // (ends.vocab_size * num_bytes)
+    chunk = (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 5)) // (ends.vocab_size * num_bytes)
     cached = torch.get_num_threads() * max(1, CACHED_LOGITS // ends.vocab_size)
     # reductions are in float32, whatever the caller's arithmetic
     with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -135,7 +133,7 @@ class _SlotStatistics(torch.autograd.Function):
                 if grad_CV is not None:  # of ce: q - 1 at the label; the other losses are in q_CV already
                     ce_C1 = q_CV.new_full((len(q_CV), 1), -loss.get("ce", 0.0))
                     grad_CV[inner] = q_CV.scatter_add_(-1, labels_N[some, None], ce_C1)
-            if grad_NH is not None:
+            if grad_NH is not None and grad_CV is not None:
                 grad_NH[part] = ends.gradient(grad_CV, logits_CV)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(nll_N, rank_N, top_values_NK)
@@ -196,8 +194,8 @@ def slot_weights(
     decay: exp(-(k-1)/gamma) for slot k = 1..S; uniform: 1; both are divided by the sum of the weights.
 
     dpace and tree: w_j = sum_{m>=j} prod_{i<=m} q~_i over the live slots m, q~ = (1-alpha) * q + alpha (D-PACE, arXiv
-    2605.18810): what is gained by slot j is every longer prefix that it holds up. They are divided by the number of live
-    slots, as their own sum would cancel what they say: that blocks with good prospects count more.
+    2605.18810): what is gained by slot j is every longer prefix that it holds up. They are divided by the number of
+    live slots, as their own sum would cancel what they say: that blocks with good prospects count more.
 
     dpace: q_i = exp(-nll_i), the probability that slot i is right. tree: that its label prefix is in a tree of `budget`
     if the prefix before it is, from the ranks r of the labels. Prefixes with ranks <= r in each slot, and their own

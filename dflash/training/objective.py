@@ -38,8 +38,8 @@ def block_loss(
     """The weighted sum of the slots' losses, not divided by anything yet, and its tally.
 
     `labels` are greedy, the verifier's choices, or data, the documents' own tokens. `tree_metrics` builds the trees of
-    TREE_BUDGETS and `tree_budget`, which costs as much as a small part of the step. `groups_DX` holds the numbers of the
-    groups of each document, from 0 up to `num_groups`.
+    TREE_BUDGETS and `tree_budget`, which is too much for every step. `groups_DX` holds the numbers of the groups that
+    each document is in, from 0 up to `num_groups`.
     """
     label_ids_P = batch.greedy_ids_P if labels == "greedy" else batch.input_ids_P.roll(-1)
     labels_AS, live_AS = block_labels(

@@ -13,6 +13,7 @@ from dflash.drafter.model import Ends
 from tests.drafter.small import make_ends
 
 CE = {"ce": 1.0}
+MIXTURE = {"ce": 0.3, "kl": 0.5, "tv": 0.7, "lk": 2.0}
 PLAIN = {"scale": 1.0, "softcap": None}
 SCALED = {"scale": 0.3, "softcap": 2.5}
 
@@ -41,7 +42,7 @@ def losses_by_autograd(hidden: Tensor, final: Tensor, head: Tensor, *, scale: fl
 
 @pytest.mark.parametrize("rule", [PLAIN, SCALED], ids=["plain", "softcap"])
 @pytest.mark.parametrize(
-    "loss", [CE, {"kl": 1.0}, {"tv": 1.0}, {"lk": 1.0}, {"ce": 0.3, "kl": 0.5, "tv": 0.7, "lk": 2}]
+    "loss", [CE, {"kl": 1.0}, {"tv": 1.0}, {"lk": 1.0}, MIXTURE], ids=["ce", "kl", "tv", "lk", "all"]
 )
 def test_losses_and_gradients_are_those_of_the_definition_whatever_the_chunk(loss: dict, rule: dict):
     head = make_ends().head_VH

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from dflash.config import TrainingConfig
 from dflash.decoding.ddtree import accepted_within, best_first, label_order, top_tokens
 from dflash.drafter.blocks import Documents, block_labels
 from dflash.training.batches import Batch
@@ -106,7 +107,12 @@ def test_parts_of_a_batch_add_up_to_its_loss_and_gradient():
 
 
 def test_no_anchors_give_no_loss_but_a_graph():
-    drafter, loss, counted = block_loss_of(make_batch(), anchors_A=ANCHORS[:0], tree_metrics=True)
+    _, loss, counted = block_loss_of(make_batch(), anchors_A=ANCHORS[:0], tree_metrics=True)
     loss.backward()
     assert loss.item() == 0
     assert counted.metrics() == {}
+
+
+def test_weights_for_trees_are_refused_for_a_chain():
+    with pytest.raises(ValueError, match="tree_budget 0"):
+        TrainingConfig(mask_token_id=1, slot_weights="tree", tree_budget=0)
