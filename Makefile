@@ -4,7 +4,7 @@ RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up install clean bench-corpus bench-extraction
+.PHONY: demo test lint up install clean bench-corpus bench-extraction bench-training ablation
 
 install: $(VENV)/installed
 
@@ -39,6 +39,14 @@ bench-corpus: install
 # extraction against the bare forward pass and against one row at a time; reading against memmap and safetensors
 bench-extraction: install
 	$(BIN)/python benchmarks/extraction.py
+
+# a training step against other trainers', which live in an environment of their own: minutes on a quiet machine
+bench-training: install
+	$(BIN)/python benchmarks/training.py
+
+# what helps training, on the bundled verifier: about 45 minutes on two cores; continues where it was stopped
+ablation: install
+	$(BIN)/python benchmarks/ablation.py
 
 up: install
 	$(BIN)/dflash up

@@ -6,8 +6,8 @@ Random ids in rows of usual lengths. `bare_forward` is the speed of the shard st
 checks, writing, hashing, two rows computed again) over that of the verifier alone on the same padded batches, which
 puts out taps and greedy ids and drops them. `row_by_row` is the stage's speed over that of the plain way: one row at a
 time, `output_hidden_states=True`, the taps of each row into a file of its own with torch.save. They alternate; medians
-of the ratios of each round. `--shape` is a verifier of that shape with random weights. The other names are explained in
-extraction_read.py.
+of the ratios of each round; `by_cpu_time` are those of CPU seconds, which other work on the machine disturbs less.
+`--shape` is a verifier of that shape with random weights. The other names are explained in extraction_read.py.
 """
 
 import argparse
@@ -99,7 +99,8 @@ def measure(verifier: PinnedVerifier, args: argparse.Namespace, by_row: Path) ->
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
     loaded = extraction.loaded_verifier(verifier)
     by_row.mkdir()
-    batches = [batch for plan in plans for batch in padded_batches(plan, ids, max_tokens=args.batch_tokens)]
+    most = extraction.batch_tokens(config, loaded)
+    batches = [batch for plan in plans for batch in padded_batches(plan, ids, max_tokens=most)]
 
     def bare_forward() -> None:
         for batch_BT in batches:
@@ -115,21 +116,28 @@ def measure(verifier: PinnedVerifier, args: argparse.Namespace, by_row: Path) ->
         "row_by_row": lambda: row_by_row(loaded, ids, by_row, layers),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in ways}
     for round_number in range(args.rounds + 1):
         for name, way in ways.items():
-            t0 = time.perf_counter()
+            t0, cpu = time.perf_counter(), time.process_time()
             way()
             if loaded.device.type == "cuda":
                 torch.cuda.synchronize()
             if round_number:  # the first only warms up
                 seconds[name].append(time.perf_counter() - t0)
-    ratios = {
-        name: [theirs / ours for theirs, ours in zip(seconds[name], seconds["stage"], strict=True)]
-        for name in ("bare_forward", "row_by_row")
-    }
+                cpu_seconds[name].append(time.process_time() - cpu)
+
+    def ratios_of(spent: dict[str, list[float]]) -> dict[str, list[float]]:
+        return {
+            name: [theirs / ours for theirs, ours in zip(spent[name], spent["stage"], strict=True)]
+            for name in ("bare_forward", "row_by_row")
+        }
+
+    ratios = ratios_of(seconds)
     return {
         **{name: round(statistics.median(values), 3) for name, values in ratios.items()},
         "ratio_range": {name: [round(min(values), 3), round(max(values), 3)] for name, values in ratios.items()},
+        "by_cpu_time": {name: round(statistics.median(v), 3) for name, v in ratios_of(cpu_seconds).items()},
         "tokens_per_second": {name: round(sum(lengths) / statistics.median(s)) for name, s in seconds.items()},
         "verifier": f"{verifier}, {loaded.device}",
         "storage_dtype": args.storage,

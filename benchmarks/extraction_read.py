@@ -5,9 +5,9 @@
 Synthetic rows, warm files. `memmap_read` is the speed of HiddenStates.stream, two reading threads, with every checksum
 verified, and `memmap_read_unverified` without, both over that of copying the same rows from one np.memmap into the same
 padded buffers on one thread; `safetensors_read` is the verified speed over that of a safetensors file per row, which
-holds the same four tensors. `one_thread` has the same without threads. From the memmap come features alone.
-`bf16_bytes` and `fp8_bytes` are bytes on disk over those of bfloat16 features alone. The readers alternate; medians
-of the rounds' ratios.
+holds the same four tensors and is not checked. `one_thread` has the same without threads. From the memmap come features
+alone. `bf16_bytes` and `fp8_bytes` are bytes on disk over those of bfloat16 features alone. The readers alternate;
+medians of the rounds' ratios.
 """
 
 import argparse

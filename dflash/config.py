@@ -316,7 +316,7 @@ class ExtractionConfig(Config):
         16_384,
         title="Tokens per batch",
         gt=0,
-        description="Padded tokens in one pass of the verifier.",
+        description="Padded tokens in one pass of the verifier; at most 1,024 on a CPU, where more are slower.",
         json_schema_extra=PRACTICAL,
     )
     storage: str = Field(
@@ -591,6 +591,12 @@ class TrainingConfig(Config):
     run_name: str = Field(
         "", title="W&B run name", description="Empty: made from the settings.", json_schema_extra=PRACTICAL
     )
+
+    @model_validator(mode="after")
+    def _weights_have_a_tree(self) -> "TrainingConfig":
+        if self.slot_weights == "tree" and not self.tree_budget:
+            raise ValueError("slot_weights tree with tree_budget 0, a chain; set a budget, or slot_weights to dpace")
+        return self
 
     @model_validator(mode="after")
     def _processes_share_steps(self) -> "TrainingConfig":

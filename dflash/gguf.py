@@ -11,6 +11,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dflash.manifests import HOST, remove_leftovers
+
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +39,8 @@ def convert_gguf(path: Path, folder: Path) -> None:
     unpack: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # weights stay packed, and cannot be saved, unless unpacking is asked for
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    aside = folder.with_name(f".{folder.name}.{HOST}.{os.getpid()}")
+    remove_leftovers(folder.parent, folder.name)
     try:
         AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, **unpack).save_pretrained(aside)
         AutoTokenizer.from_pretrained(**source).save_pretrained(aside)

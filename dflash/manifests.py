@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+DAMAGED_MANIFEST = f"{MANIFEST}.damaged"  # of an artifact that a check set aside
 HOST = socket.gethostname()  # in names of scratch, as machines that share a disk may have processes of equal numbers
 
 

@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
 )  # fmt: skip
+NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 TREE_ATTENTION = ("auto", "eager", "sdpa")
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
@@ -125,6 +126,19 @@ def _settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"verifier.model: {path} is damaged ({error}); get the model again") from None
 
 
+def complete_settings(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """config.json of a verifier. Where it says too little of its text model, as a large Gemma 3's does, its class's
+    defaults are added. Raises ValueError where Transformers knows no such class.
+    """
+    settings = _settings(folder / "config.json")
+    said = all(name in settings.get("text_config", settings) for name in (*NEEDED, "num_attention_heads"))
+    if said or "model_type" not in settings:
+        return settings
+    from dflash.text_config import completed  # loads Transformers: only for those who need it
+
+    return completed(settings, folder, trust_remote_code=trust_remote_code)
+
+
 def pin(config: VerifierConfig) -> PinnedVerifier:
     """Resolve and identify a verifier. Raises ValueError where the model cannot be found or is no causal LM folder."""
     folder = _folder(config)
@@ -148,8 +162,9 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
     }
     if config.trust_remote_code:
         parts["code"] = {path.name: remembered_sha256(path) for path in sorted(folder.glob("*.py"))}
+    settings = complete_settings(folder, trust_remote_code=config.trust_remote_code)
     text = settings.get("text_config", settings)
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+    for name in NEEDED:
         if name not in text:
             raise ValueError(f"verifier.model: {folder / 'config.json'} has no {name}; is it a causal language model?")
     chat = _chat_options(config)

@@ -14,8 +14,8 @@ from dflash.config import GenerationConfig, Recipe, SourceConfig, Step, Tokeniza
 from dflash.corpus.collection import peek
 from dflash.corpus.sources import estimate_rows
 from dflash.corpus.templates import check_templates
-from dflash.hidden.planning import check_packages, check_states, estimate
-from dflash.manifests import Artifact, Damaged, Key, Manifest, find, load_manifest, manifests
+from dflash.hidden.planning import check_packages, check_quota, check_states, estimate
+from dflash.manifests import DAMAGED_MANIFEST, Artifact, Damaged, Key, Manifest, find, home, load_manifest, manifests
 from dflash.pinning import (
     PinnedVerifier,
     chat_templates,
@@ -83,16 +83,19 @@ def plan(recipe: Recipe) -> list[PlannedStep]:
             waits_for=None if conversations else names[0],
         )
         tokens = _tokens(corpus, tokens)
+        nbytes = estimate(recipe.extraction, tokens, verifier)
         states = _step(
             steps,
             known,
             names[2],
             lambda: keys.extraction_key(recipe.extraction, _made(corpus), verifier),
             tokens=tokens,
-            nbytes=estimate(recipe.extraction, tokens, verifier),
+            nbytes=nbytes,
             waits_for=None if corpus else names[1],
             stable=True,
         )
+        if corpus and steps[-1].state == "would run":  # without a corpus there is only an upper bound of the bytes
+            check_quota(recipe.extraction, nbytes)
         return states, tokens
 
     training_states, tokens = states_of(
@@ -150,6 +153,8 @@ def _step(
         found, reason = find(key), ""
     except Damaged as damage:
         found, reason = None, f"{damage}; what comes after runs only if it comes out otherwise"
+    if not found and (home() / key.location / DAMAGED_MANIFEST).exists():
+        reason = reason or "damaged, and set aside"
     if found:  # it is this step's, so no example of what other steps want
         known[:] = [manifest for manifest in known if manifest.key != found.key]
     planned = PlannedStep(

@@ -3,14 +3,14 @@
 Shards and other parts of an artifact are checked, and set aside, by themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from dflash.hidden.store import DAMAGED_MANIFEST, HiddenStates, check_parts, verify_shard
-from dflash.manifests import MANIFEST, Damaged, Key, Manifest, check_files, home, load_manifest
+from dflash.hidden.store import HiddenStates, check_parts, verify_shard
+from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, Damaged, Key, Manifest, check_files, home, load_manifest
 
 
 class Verdict(BaseModel):
@@ -32,7 +32,7 @@ def verify_all() -> Iterator[Verdict]:
         for path in root.rglob(MANIFEST)
         if not any(name.startswith(".") for name in path.relative_to(root).parts)
     ]
-    parts: set[Path] = set()
+    parts: dict[Path, bool] = {}  # whether they are whole
     for folder in sorted(folders, key=lambda folder: (-len(folder.parts), folder)):
         stage, *names = folder.relative_to(root).parts
         fingerprint = next((name for name in names if name.startswith(f"{stage}-")), folder.name)
@@ -46,27 +46,24 @@ def verify_all() -> Iterator[Verdict]:
             verdict.damage = str(damage)
             if (folder / MANIFEST).exists():  # a shard's is away already
                 (folder / MANIFEST).rename(folder / DAMAGED_MANIFEST)
-        parts.add(folder)
+        parts[folder] = not verdict.damage
         yield verdict
 
 
-def _check(folder: Path, manifest: Manifest, parts: set[Path]) -> None:
-    """Raises Damaged. Files of `parts`, but for their manifests, were read before."""
+def _check(folder: Path, manifest: Manifest, parts: Mapping[Path, bool]) -> None:
+    """Raises Damaged. Files of `parts`, but for their manifests, were read before; of those not whole it was said."""
     key = Key(**manifest.model_dump(include=set(Key.model_fields)))
     if manifest.key != str(key) or home() / manifest.location != folder:
         raise Damaged(f"{folder}: holds {manifest.key} of {manifest.location}, which its inputs call {key}")
     if folder.parent.name == "shards":
         verify_shard(folder, deep=True)
         return
-    check_parts(manifest)
     inside = {part for part in parts if folder in part.parents}
-    own = {
-        name: record
-        for name, record in manifest.files.items()
-        if name.endswith(MANIFEST) or not inside.intersection((folder / name).parents)
-    }
+    damaged = {part for part in inside if not parts[part]}
+    check_parts(manifest, but=damaged)
+    own = {name: record for name, record in manifest.files.items() if not inside.intersection((folder / name).parents)}
     check_files(manifest, own, deep=True)
-    if manifest.stage == "extraction":
+    if manifest.stage == "extraction" and not damaged:
         _check_lengths(folder)
 
 

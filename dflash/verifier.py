@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from dflash.corpus.records import Response
 from dflash.devices import resolve_device
+from dflash.logits import LogitRule
 from dflash.pinning import PinnedVerifier, layer_kinds
 
 log = logging.getLogger(__name__)
@@ -39,17 +40,6 @@ DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 LOGITS_MAY_DIFFER = 0.02  # relative to the largest: two ways to round in bfloat16
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "embedding_norm")
-
-
-class LogitRule(NamedTuple):
-    """From the LM head's output x to logits: `cap(scale * x)`, where cap(y) is `softcap * tanh(y / softcap)`, or y."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    def apply(self, head_output: torch.Tensor) -> torch.Tensor:
-        scaled = head_output if self.scale == 1 else head_output * self.scale
-        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
 
 
 def logit_rule(config: Any) -> LogitRule:
@@ -195,7 +185,8 @@ class Verifier:
             head_PV = self.head(chunk_PH)
             none_P0 = head_PV[:, :0].float()
             likely = most_likely(self.logit_rule.apply(head_PV.float()), top_k) if top_k else (none_P0.long(), none_P0)
-            parts.append((head_PV.argmax(-1), *likely))
+            # not argmax, which takes five times as long for bfloat16 on a CPU
+            parts.append((head_PV.max(-1).indices, *likely))
         shape = hidden_BTH.shape[:2]
         greedy_P, ids_PK, logprobs_PK = (torch.cat(part).to(self.device) for part in zip(*parts, strict=True))
         return greedy_P.view(shape), ids_PK.view(*shape, top_k), logprobs_PK.view(*shape, top_k)
@@ -263,7 +254,8 @@ class Verifier:
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """What a drafter works between: embedding, final norm and, unless it is the embedding itself, the LM head."""
         embedding = self.model.get_input_embeddings().weight
-        weights = {"embed_tokens.weight": embedding, "norm.weight": _final_norm(self.decoder).weight}
+        norm = next(getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name))
+        weights = {"embed_tokens.weight": embedding, "norm.weight": norm.weight}
         if self.head.weight is not embedding:
             weights["lm_head.weight"] = self.head.weight
         if getattr(self.head, "bias", None) is not None:
@@ -286,45 +278,6 @@ class Verifier:
                 "set evaluation.live_prompts to 0 (replay works for every verifier)"
             )
         return DynamicCache()
-
-
-def last_layers(verifier: Verifier, count: int) -> dict[str, torch.Tensor]:
-    """Weights of the last `count` decoder layers, and the final norm, under the names that a drafter's have.
-
-    `layers.0` is the first of these. What a layer has under another name, or does not have, is left out; so are biases
-    and norms that do more than scale. Norms that scale by 1 + weight are converted.
-    """
-    projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [
-        f"mlp.{name}_proj" for name in ("gate", "up", "down")
-    ]
-    found: dict[str, torch.Tensor | None] = {"norm": _scale(_final_norm(verifier.decoder))}
-    for i, layer in enumerate(list(verifier.decoder.layers)[-count:]):
-        modules = dict(layer.named_modules())
-        norms = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm")}
-        # the one before the MLP; where there is none before attention, what follows attention is something else
-        if "input_layernorm" in modules:
-            before_mlp = "pre_feedforward_layernorm"
-            norms["post_attention_layernorm"] = before_mlp if before_mlp in modules else "post_attention_layernorm"
-        for ours, theirs in norms.items():
-            found[f"layers.{i}.{ours}"] = _scale(modules.get(theirs))
-        for name in projections:
-            found[f"layers.{i}.{name}"] = getattr(modules.get(name), "weight", None)
-    return {f"{name}.weight": weight.detach() for name, weight in found.items() if weight is not None}
-
-
-def _final_norm(decoder: Any) -> Any:
-    return next(getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name))
-
-
-@torch.no_grad()
-def _scale(norm: Any) -> torch.Tensor | None:
-    """What an RMS norm multiplies by: its weight, or 1 + weight. None where it is not one of these."""
-    weight = getattr(norm, "weight", None)
-    if weight is None or isinstance(norm, torch.nn.LayerNorm):
-        return None
-    scaled = norm(torch.ones_like(weight, dtype=torch.float32))  # whose root mean square is 1
-    candidates = (weight, 1 + weight.float())
-    return next((scale for scale in candidates if torch.allclose(scaled, scale.float(), rtol=1e-4, atol=1e-5)), None)
 
 
 def most_likely(logits_PV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

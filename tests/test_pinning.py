@@ -5,9 +5,18 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import Gemma3TextConfig
 
 from dflash.config import TrainingConfig, VerifierConfig
-from dflash.pinning import PinnedVerifier, chat_templates, check_abilities, check_mask_token, pin, tap_layers
+from dflash.pinning import (
+    PinnedVerifier,
+    chat_templates,
+    check_abilities,
+    check_mask_token,
+    complete_settings,
+    pin,
+    tap_layers,
+)
 
 
 @pytest.fixture
@@ -148,6 +157,23 @@ def test_a_folder_that_is_no_verifier_says_what_it_lacks(folder: Path, missing: 
 def test_a_name_that_leads_nowhere_says_what_is_possible(name: str) -> None:
     with pytest.raises(ValueError, match=r"no folder, \.gguf file, hub id, bundled:NAME or package:NAME"):
         pin(VerifierConfig(model=name))
+
+
+def test_what_a_config_leaves_to_its_class_is_filled_in(folder: Path) -> None:
+    text = {"num_hidden_layers": 9, "hidden_size": 16, "intermediate_size": 32, "model_type": "gemma3_text"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    found, defaults = pinned(folder), Gemma3TextConfig()
+    assert (found.num_layers, found.hidden_size, found.vocab_size) == (9, 16, defaults.vocab_size)
+    settings = json.loads(json.dumps(complete_settings(folder)))
+    assert settings["text_config"]["num_attention_heads"] == defaults.num_attention_heads
+    assert text.items() <= settings["text_config"].items()
+
+
+def test_a_config_that_is_too_short_for_an_unknown_class_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "none_such", "hidden_size": 16}))
+    with pytest.raises(ValueError, match=r"config\.json is not known to Transformers .*none_such") as caught:
+        pinned(folder)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_gguf_file_and_an_unknown_bundled_name_are_named(tmp_path: Path) -> None:

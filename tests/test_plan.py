@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from dflash import keys
 from dflash.bundled import resolve
 from dflash.corpus.collection import collect
 from dflash.hidden import planning
-from dflash.plan import PlannedStep, plan
+from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, Artifact, Key, home, publish
+from dflash.pinning import PinnedVerifier
+from dflash.plan import PlannedStep, plan, preflight
 from flows.recipes import load_recipe
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -35,6 +38,50 @@ def test_a_damaged_artifact_says_what_depends_on_how_it_comes_out_again() -> Non
     reason = planned()["generation"].reason
     assert reason.startswith(f"{file}: missing")
     assert reason.endswith("what comes after runs only if it comes out otherwise")
+
+
+def make(key: Key, **summary: int) -> Artifact:
+    with publish(key, summary=summary, content_identity=True) as (folder, artifact):
+        (folder / "content").write_text(str(key))
+    return artifact()
+
+
+def make_corpus() -> tuple[Key, PinnedVerifier]:
+    """What comes before an extraction; the extraction's key."""
+    verifier, _ = preflight(RECIPE)
+    prompts = collect(RECIPE.generation, RECIPE.evaluation.prompts)
+    conversations = make(keys.generation_key(RECIPE.generation, prompts, verifier), tokens=900, prompt_tokens=100)
+    corpus = make(keys.tokenization_key(RECIPE.tokenization, conversations, verifier), tokens=1000)
+    return keys.extraction_key(RECIPE.extraction, corpus, verifier), verifier
+
+
+def test_hidden_states_over_the_quota_are_refused_unless_they_are_there() -> None:
+    key, _ = make_corpus()
+    assert planned("extraction.disk_quota_gb=1")["extraction"].state == "would run"
+    with pytest.raises(
+        ValueError, match=r"extraction\.disk_quota_gb: hidden states need about \S+ GB, the quota is 1e-06"
+    ):
+        planned("extraction.disk_quota_gb=1e-6")
+    make(key)
+    assert planned("extraction.disk_quota_gb=1e-6")["extraction"].state == "cached"
+
+
+def test_an_artifact_set_aside_is_called_damaged_not_that_of_another_corpus() -> None:
+    key, verifier = make_corpus()
+    make(keys.extraction_key(RECIPE.extraction, make(key), verifier))
+    folder = home() / key.location
+    (folder / MANIFEST).rename(folder / DAMAGED_MANIFEST)
+    assert planned()["extraction"].reason == "damaged, and set aside"
+
+
+@pytest.mark.parametrize(("setting", "value"), [("thinking", "on"), ("template_options", "{mood: good}")])
+def test_a_variable_that_the_template_does_not_read_is_named_by_its_setting(
+    tmp_path: Path, setting: str, value: str
+) -> None:
+    template = tmp_path / "plain.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(ValueError, match=rf"^verifier\.{setting}: the chat template does not read"):
+        planned(f"verifier.template={template}", f"verifier.{setting}={value}")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The frozen verifier on tiny random models: taps, padding, trees in one pass, greedy answers, conversion."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from dflash.bundled import resolve
 from dflash.config import VerifierConfig
 from dflash.devices import resolve_device
 from dflash.gguf import convert_gguf
+from dflash.logits import LogitRule
+from dflash.manifests import HOST
 from dflash.pinning import pin
-from dflash.verifier import LogitRule, Verifier, compact, draw, find_fault, load_verifier, most_likely
+from dflash.verifier import Verifier, compact, draw, find_fault, load_verifier, most_likely
 
 VOCABULARY = 61
 SIZES: dict[str, Any] = {
@@ -472,6 +475,19 @@ def test_a_gguf_file_becomes_a_plain_folder_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("dflash.gguf.convert_gguf", lambda *_: pytest.fail("converted twice"))
     assert pin(config) == pinned
     assert [path.name for path in Path(pinned.path).parent.iterdir()] == [Path(pinned.path).name]
+
+
+def test_a_conversion_clears_the_scratch_of_ended_processes_of_this_machine_alone(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    write_gguf(tmp_path / "tiny.gguf", model("llama").to(torch.float16))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ours, theirs = (tmp_path / f".folder.{host}.{ended.pid}" for host in (HOST, "another"))
+    ours.mkdir()
+    theirs.mkdir()
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "folder")
+    assert {path.name for path in tmp_path.iterdir()} == {"tiny.gguf", "folder", theirs.name}
 
 
 def test_a_gguf_file_without_its_reader_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,9 @@ def check_variables(variables: Iterable[str], templates: Sequence[Template]) -> 
     unknown = sorted(set(variables) - known)
     if unknown:
         settable = ", ".join(name for name in sorted(known) if not name.endswith("_token")) or "none"
+        setting = "thinking" if unknown == ["enable_thinking"] else "template_options"
         raise ValueError(
-            f"verifier.template_options: the chat template does not read {', '.join(unknown)}; it knows: {settable} "
+            f"verifier.{setting}: the chat template does not read {', '.join(unknown)}; it knows: {settable} "
             "(verifier.thinking sets enable_thinking)"
         )
 

@@ -12,7 +12,7 @@ end are not counted, and the last round has no bonus token where its accepted to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 CHAIN = "chain"
 
@@ -48,11 +48,9 @@ def walk_rounds(accepted_at: Sequence[int], *, num_tokens: int) -> list[int]:
 
 def anchors(accepted: Sequence[int], *, num_tokens: int) -> list[int]:
     """The token that each round of a response starts from, counted from the response's first."""
-    anchor, found = 0, []
-    for count in accepted:
-        found.append(anchor)
-        anchor += cut(count, remaining=num_tokens - 1 - anchor)[1]
-    assert anchor == num_tokens - 1, f"{num_tokens - 1 - anchor} tokens are left after the last round"
+    found = list(accumulate((count + 1 for count in accepted), initial=0))  # only the last round is ever cut
+    left = num_tokens - 1 - found.pop()
+    assert left in (-1, 0), f"{left} tokens are left after the last round"
     return found
 
 
@@ -74,18 +72,17 @@ class Acceptance:
     @classmethod
     def of_response(cls, accepted: Sequence[int], *, num_tokens: int, num_slots: int) -> "Acceptance":
         """From the accepted count of each round of one response of `num_tokens`; blocks have `num_slots` slots."""
-        histogram, measured = [0] * (num_slots + 1), [0] * num_slots
+        histogram, tried = [0] * (num_slots + 1), [0] * (num_slots + 1)
         for count, anchor in zip(accepted, anchors(accepted, num_tokens=num_tokens), strict=True):
             histogram[count] += 1
-            for slot in range(min(count + 1, num_slots, num_tokens - 1 - anchor)):
-                measured[slot] += 1
+            tried[min(count + 1, num_slots, num_tokens - 1 - anchor)] += 1
         return cls(
             responses=1,
             tokens=num_tokens,
             responses_with_rounds=int(bool(accepted)),
             sum_of_response_lengths=1 + sum(accepted) / len(accepted) if accepted else 0.0,
             histogram=tuple(histogram),
-            measured=tuple(measured),
+            measured=tuple(sum(tried[slot:]) for slot in range(1, num_slots + 1)),
         )
 
     def __add__(self, other: "Acceptance") -> "Acceptance":

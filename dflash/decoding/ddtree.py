@@ -22,7 +22,7 @@ class Trees:
     """One tree per block, nodes best first; a parent precedes its children, so the first b nodes are a tree as well.
 
     `parents_BN` holds the node's number within the block, -1 for the root. `depths_BN` is the slot, 1..S.
-    `scores_BN` is the prefix's log-probability in float64; -inf marks the end of a tree with fewer than N nodes, where
+    `scores_BN` is the prefix's log-probability, summed from the root; -inf marks the end of a tree with fewer than N nodes, where
     the other arrays mean nothing.
     """
 
@@ -49,14 +49,25 @@ def top_tokens(logprobs_BSV: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def root_only(num_blocks: int, *, device: torch.device) -> Trees:
     """Trees without a node: the verifier decodes alone."""
     none = torch.zeros(num_blocks, 0, dtype=torch.int64, device=device)
-    return Trees(none, none, none, none.double())
+    return Trees(none, none, none, none.float())
 
 
 def chain(values_BSK: Tensor, ids_BSK: Tensor) -> Trees:
     """The best token of each slot, one below the other: plain DFlash (arXiv 2602.06036)."""
     num_blocks, num_slots = ids_BSK.shape[:2]
     steps_BN = torch.arange(num_slots, device=ids_BSK.device).expand(num_blocks, -1)
-    return Trees(ids_BSK[..., 0], steps_BN - 1, steps_BN + 1, values_BSK[..., 0].double().cumsum(-1))
+    return Trees(ids_BSK[..., 0], steps_BN - 1, steps_BN + 1, values_BSK[..., 0].cumsum(-1))
+
+
+def best_first(values_BSK: Tensor, ids_BSK: Tensor, *, budget: int) -> Trees:
+    """The `budget` most probable prefixes: by score descending, then depth, then their parent's number, then rank.
+
+    `values_BSK` are log-probabilities (<= 0), descending within a slot; K >= min(budget, V) or the tree is not the best
+    one. N is `budget`, or less where the slots have not so many prefixes.
+    """
+    # the same trees in two ways: in few large steps, which are mostly sorting, or in N small ones for all blocks
+    many = values_BSK.device.type == "cpu" and len(values_BSK) > 32
+    return (_node_by_node if many else _level_by_level)(values_BSK, ids_BSK, budget)
 
 
 @lru_cache
@@ -67,30 +78,19 @@ def _pairs(num_parents: int, num_candidates: int, budget: int, device: torch.dev
     return parent_C, rank_C
 
 
-def best_first(values_BSK: Tensor, ids_BSK: Tensor, *, budget: int) -> Trees:
-    """The `budget` most probable prefixes, by score descending, then depth, then the ranks of their tokens.
-
-    `values_BSK` are log-probabilities (<= 0), descending within a slot; K >= min(budget, V) or the tree is not the best
-    one. N is `budget`, or less where the slots have not so many prefixes.
-
-    Level by level: a prefix among the best N has a parent among the N best of its own level, and the child of rank j of
-    parent i is preceded by all children of rank <= j of parents <= i, so only (i+1)(j+1) <= budget can matter.
+def _level_by_level(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
+    """A prefix among the best N has a parent among the N best of its own level, and the child of rank j of parent i is
+    preceded by all children of rank <= j of parents <= i, so only (i+1)(j+1) <= budget can matter.
     """
     num_blocks, num_slots, num_candidates = values_BSK.shape
-    device = values_BSK.device
-    values_BSK = values_BSK.double()  # sums of float32 are exact enough that rounding makes no ties of its own
-    best_BP = torch.zeros(num_blocks, 1, dtype=torch.float64, device=device)  # P parents: at first the root
-    lexical_BP = torch.zeros(num_blocks, 1, dtype=torch.int64, device=device)  # order by ranks: decides ties
+    best_BP = values_BSK.new_zeros(num_blocks, 1)  # P parents: at first the root
     scores, tokens, parents, depths = [], [], [], []
     start = -1  # where the parents' level lies in the concatenated levels; the root is before them
     for slot in range(num_slots):
-        parent_C, rank_C = _pairs(best_BP.shape[1], num_candidates, budget, device)
+        parent_C, rank_C = _pairs(best_BP.shape[1], num_candidates, budget, values_BSK.device)
         score_BC = best_BP[:, parent_C] + values_BSK[:, slot, rank_C]
-        by_ranks_BC = (lexical_BP[:, parent_C] * num_candidates + rank_C).argsort(dim=-1)
-        score_BC, by_score_BC = score_BC.gather(-1, by_ranks_BC).sort(dim=-1, descending=True, stable=True)
-        best_BP = score_BC[:, :budget]
-        picked_BP = by_ranks_BC.gather(-1, by_score_BC[:, :budget])
-        lexical_BP = by_score_BC[:, :budget]
+        score_BC, order_BC = score_BC.sort(dim=-1, descending=True, stable=True)
+        best_BP, picked_BP = score_BC[:, :budget], order_BC[:, :budget]
         scores.append(best_BP)
         tokens.append(ids_BSK[:, slot].gather(-1, rank_C[picked_BP]))
         parents.append(start + parent_C[picked_BP])
@@ -106,6 +106,66 @@ def best_first(values_BSK: Tensor, ids_BSK: Tensor, *, budget: int) -> Trees:
         parents_BN=number_BN.gather(-1, parents_BN.clamp(min=0)).where(parents_BN >= 0, -1),
         depths_BN=torch.cat(depths, dim=-1).gather(-1, order_BN),
         scores_BN=scores_BN[:, :budget],
+    )
+
+
+FINITE = 1 << 52  # added to a key, its bits are those of a normal float64, whatever the score
+
+
+def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
+    """N steps, each of which takes the best prefix of every block that is not in its tree yet.
+
+    That is some node's best child of those that are not: one candidate per node and the root. It is a number whose
+    order is that of prefixes: the bits of -score, then depth, parent and rank. As float64, of which a minimum is found
+    some ten times sooner than of int64.
+    """
+    num_blocks, num_slots, num_candidates = values_BSK.shape
+    num_nodes, level = 0, 1
+    for _ in range(num_slots):
+        level = min(level * num_candidates, budget)
+        num_nodes = min(num_nodes + level, budget)
+    row = num_candidates + 1
+    # beyond the last rank, and beyond the last slot, nothing is possible
+    values_XB = torch.nn.functional.pad(values_BSK, (0, 1, 0, 1), value=-torch.inf).flatten(1).T.contiguous()
+    bits = max(num_nodes, num_candidates).bit_length()
+    mask, low_bits = (1 << bits) - 1, (1 << 32) - 1
+    if (num_slots + 2) << 2 * bits > low_bits:
+        raise ValueError(f"a tree of {budget} nodes over {num_slots} slots is too large to number; lower the budget")
+    one_deeper = 1 << 2 * bits
+
+    def keys(scores: Tensor, place: Tensor) -> Tensor:
+        return ((scores.abs().view(torch.int32).long() << 32) + place + FINITE).view(torch.float64)
+
+    candidates_MB = values_XB.new_full((num_nodes + 1, num_blocks), torch.inf, dtype=torch.float64)
+    scores_MB = values_XB.new_zeros(num_nodes + 1, num_blocks)
+    taken_NB = torch.empty(num_nodes, num_blocks, dtype=torch.int64, device=values_XB.device)
+    candidates_MB[0] = keys(values_XB[0], torch.full_like(taken_NB[0], one_deeper))
+    for node in range(num_nodes):
+        key_B = candidates_MB[: node + 1].amin(0).view(torch.int64) - FINITE
+        place_B = key_B & low_bits
+        rank_B, parent_1B, depth_B = place_B & mask, (place_B >> bits & mask)[None], place_B >> 2 * bits
+        taken_NB[node].copy_(place_B)
+        scores_MB[node + 1].copy_((key_B >> 32).to(torch.int32).view(torch.float32).neg_())
+        # instead of the prefix: its parent's next child, and its own best one
+        sibling_B = (rank_B + 1).clamp_(max=num_candidates)
+        child_B = depth_B.clamp(max=num_slots)
+        next_2B = values_XB.gather(0, torch.stack([(child_B - 1) * row + sibling_B, child_B * row]))
+        next_2B[0] += scores_MB.gather(0, parent_1B)[0]
+        next_2B[1] += scores_MB[node + 1]
+        places_2B = torch.stack([place_B - rank_B + sibling_B, (child_B + 1 << 2 * bits) + (node + 1 << bits)])
+        key_2B = keys(next_2B, places_2B)
+        candidates_MB.scatter_(0, parent_1B, key_2B[:1])
+        candidates_MB[node + 1].copy_(key_2B[1])
+    taken_BN = taken_NB.T
+    depths_BN = taken_BN >> 2 * bits
+    places_BN = (depths_BN - 1).clamp(max=num_slots - 1) * num_candidates + (taken_BN & mask).clamp(
+        max=num_candidates - 1
+    )
+    return Trees(
+        tokens_BN=ids_BSK.flatten(1).gather(-1, places_BN),
+        parents_BN=(taken_BN >> bits & mask) - 1,
+        depths_BN=depths_BN,
+        scores_BN=scores_MB[1:].T,
     )
 
 

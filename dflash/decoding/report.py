@@ -3,12 +3,16 @@
 Numbers are kept as they are; without data they are null, which is "not measured" and not 0.
 """
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dflash.decoding.acceptance import Acceptance, anchors
-from dflash.decoding.adviser import Costs, advise
+from dflash.decoding.adviser import PLAIN, Costs, advise
 from dflash.decoding.responses import RECALL_AT, Response
 from dflash.decoding.statistics import tau_intervals
 
@@ -32,7 +36,8 @@ def assemble(
     """The record of report.json.
 
     `verifier` has name, identity and dtype; `hidden_states` the key of each set's; `conditions` what else must be equal
-    for numbers to be comparable, such as the template and the thinking mode. Every response has the same methods.
+    for numbers to be comparable, such as the template and the thinking mode; `live` the section of that name, with
+    `timing` where decoding was timed. Every response has the same methods.
     Raises ValueError where there is no response.
     """
     if not responses:
@@ -67,8 +72,16 @@ def assemble(
         },
         "adviser": advise(responses, num_slots=num_slots, costs=costs) if costs else None,
         "worst": [dict(case) for case in worst],
-        "live": dict(live),
+        "live": {**live, "speedup": _measured_speedup(live.get("timing", {}))},
     }
+
+
+def _measured_speedup(timing: Mapping[str, Any]) -> dict[str, float] | None:
+    """Seconds per token of plain decoding over those of each method; None where decoding was not timed."""
+    if PLAIN not in timing:
+        return None
+    per_token = {method: sum(part["seconds"].values()) / part["tokens"] for method, part in timing.items()}
+    return {method: per_token[PLAIN] / seconds for method, seconds in per_token.items() if method != PLAIN}
 
 
 def _numbers(group: Sequence[Response], *, methods: Sequence[str], num_slots: int, seed: int) -> dict[str, Any]:
@@ -126,29 +139,25 @@ def _calibration(group: Sequence[Response], method: str, *, num_slots: int) -> d
 
     The drafter does not know where a response ends: in later rounds it expects what could not be accepted.
     """
-    pairs = [
-        (expected, accepted)
-        for response in group
-        if method in response.expected
-        for expected, accepted, anchor in zip(
-            response.expected[method],
-            response.accepted[method],
-            anchors(response.accepted[method], num_tokens=response.num_tokens),
-            strict=True,
-        )
-        if anchor + num_slots < response.num_tokens
-    ]
-    if not pairs:
+    expected: list[float] = []
+    realised: list[int] = []
+    for response in group:
+        if method in response.expected:
+            accepted = response.accepted[method]
+            within = bisect_left(anchors(accepted, num_tokens=response.num_tokens), response.num_tokens - num_slots)
+            expected += response.expected[method][:within]
+            realised += accepted[:within]
+    if not expected:
         return None
-    bins: dict[int, list[tuple[float, int]]] = defaultdict(list)
-    for expected, accepted in pairs:
-        bins[int(expected)].append((expected, accepted))
+    pairs_N2 = np.array([expected, realised]).T
+    bins_N = pairs_N2[:, 0].astype(int)
 
-    def means(some: Sequence[tuple[float, int]]) -> dict[str, Any]:
-        expected, realised = (sum(part) / len(some) for part in zip(*some, strict=True))
-        return {"rounds": len(some), "expected": expected, "realised": realised}
+    def means(some_N2: NDArray[np.float64]) -> dict[str, Any]:
+        first, second = some_N2.mean(axis=0).tolist()
+        return {"rounds": len(some_N2), "expected": first, "realised": second}
 
-    return means(pairs) | {"bins": [{"from": at} | means(bins[at]) for at in sorted(bins)]}
+    bins = [{"from": int(at)} | means(pairs_N2[bins_N == at]) for at in np.unique(bins_N)]
+    return means(pairs_N2) | {"bins": bins}
 
 
 def _notes(overall: Mapping[str, Any]) -> list[str]:

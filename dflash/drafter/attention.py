@@ -283,7 +283,7 @@ def flex(
         for context_KPD, block_AWKD in ((k_KPD, k_block_AWKD), (v_KPD, v_block_AWKD))
     )
     q = q_AWQD.reshape(1, A * W, Q, D).transpose(1, 2)
-    attend: Callable[..., Any] = _compiled() if compiled else flex_attention
+    attend: Any = _compiled() if compiled else flex_attention
     return attend(q, k, v, block_mask=visible.block_mask, enable_gqa=K < Q)[0].transpose(0, 1).reshape(A, W, Q, D)
 
 

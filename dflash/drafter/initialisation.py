@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 def initialise(drafter: Drafter, source: str, *, verifier_layers: Mapping[str, Tensor] | None = None) -> list[str]:
     """Set the weights of a new drafter in place; returns the names of those that keep their random values.
 
-    `random` keeps all. `verifier` takes `verifier_layers`, what `dflash.verifier.last_layers` gives, wherever name and
+    `random` keeps all. `verifier` takes `verifier_layers`, what `dflash.last_layers` gives, wherever name and
     shape agree, and passes the last tap on through `fc`; what stays random is named in one line of the log. Anything
     else is the folder of a drafter of the same shape: raises ValueError naming every difference of configs and weights.
     """

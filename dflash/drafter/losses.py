@@ -1,129 +1,219 @@
-"""What a drafter is trained on and judged by: label likelihood and rank per slot, slot weights, sums and counts.
+"""What a drafter is trained on: a loss per slot, the rank of its label, and the weight of the slot.
 
-Knows no batches and no schedule. Every metric follows from the rank of the label; sums are divided only when printed.
+Knows no batches and no schedule. Logits exist for a chunk of slots at a time, and everything that is asked of them is
+taken from them then: losses and their gradients, ranks, and the best log-probabilities.
 
-N live slots, B batch, A anchors, S predicted slots, H hidden, V vocabulary
+N live slots, C of them projected at once, A anchors, S predicted slots, H hidden, K candidates per slot, V vocabulary
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dflash.drafter.model import Ends
 
-CHUNK_LOGITS = 1 << 20
-"""Logits in memory at once (4 MB in float32, which stays in a core's cache); a GPU is given more."""
+LK_ETA = 3.0
+"""How soon LK turns from KL to total variation: arXiv 2602.23881 found 3 best."""
+
+MEMORY_BYTES = 1 << 26
+"""For logits in memory at once: some hundred slots, below which reading the head takes longer than using it. A GPU is
+given 32 times as much."""
+
+CACHED_LOGITS = 1 << 18
+"""What a core's cache holds in float32: on a CPU, the passes over a chunk's logits are made a few slots at a time."""
+
+LARGEST_EXPONENT = 600.0
+"""exp of it, times the slots of any block, is finite in float64."""
+
+
+class SlotStatistics(NamedTuple):
+    """Of each live slot; all float32 but the ranks. Only `loss_N` has a gradient.
+
+    `nll_N` is the label's negative log-likelihood, `rank_N` its 0-based rank (equal logits: the lower id first), and
+    `top_values_NK` are the best log-probabilities, descending; the label is among them where its rank is below K.
+    """
+
+    loss_N: Tensor  # noqa: N815
+    nll_N: Tensor  # noqa: N815
+    rank_N: Tensor  # noqa: N815
+    top_values_NK: Tensor  # noqa: N815
+
+
+def slot_statistics(
+    hidden_NH: Tensor,
+    labels_N: Tensor,
+    ends: Ends,
+    *,
+    loss: Mapping[str, float],
+    final_NH: Tensor | None = None,
+    top_k: int = 0,
+    memory_bytes: int = 0,
+) -> SlotStatistics:
+    """One pass over the logits of all slots. `loss` holds the weights of a mixture, q being the drafter's distribution:
+
+        ce  -log q(label)
+        kl  KL(p || q), p being the verifier's distribution: the head applied to `final_NH`, its state before the label
+        tv  1/2 sum |p - q| = 1 - a, a being the probability that a token drawn from q is accepted
+        lk  l*kl + (1 - l)*tv, l = exp(-LK_ETA * a), which is a constant to the gradient (hybrid of arXiv 2602.23881;
+            a is the slot's own, so that the loss of a slot does not depend on its batch)
+
+    `memory_bytes` bounds the logits in memory at once; 0: what suits the device.
+    """
+    on_cpu = hidden_NH.device.type == "cpu"
+    of_distributions = any(loss.get(name) for name in ("kl", "tv", "lk"))
+    if of_distributions and final_NH is None:
+        raise ValueError(f"loss {dict(loss)} compares distributions, without final states; set extraction.store_final")
+    matrices = 3 if of_distributions else 2  # logits, the verifier's, gradients
+    num_bytes = matrices * ends.head_VH.element_size() + (0 if on_cpu else 2 * matrices * 4)  # and what is in float32
+    chunk = (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 5)) // (ends.vocab_size * num_bytes)
+    cached = torch.get_num_threads() * max(1, CACHED_LOGITS // ends.vocab_size)
+    # reductions are in float32, whatever the caller's arithmetic
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        return SlotStatistics(
+            *_SlotStatistics.apply(
+                hidden_NH,
+                labels_N,
+                final_NH if of_distributions else None,
+                ends,
+                dict(loss),
+                top_k,
+                max(1, chunk),
+                cached if on_cpu else max(1, chunk),
+            )
+        )
 
 
 class _SlotStatistics(torch.autograd.Function):
-    """Gradient in the forward pass: the head is frozen, so d nll / d hidden is one row of H numbers per slot.
+    """Gradient in the forward pass: the head is frozen, so d loss / d hidden is one row of H numbers per slot.
 
     Keeping it costs N*H instead of N*V, and the logits need not be computed again.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden_NH: Tensor, labels_N: Tensor, ends: Ends, chunk: int) -> tuple[Tensor, Tensor]:
-        nll_N = hidden_NH.new_empty(len(labels_N), dtype=torch.float32)
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        labels_N: Tensor,
+        final_NH: Tensor | None,
+        ends: Ends,
+        loss: dict[str, float],
+        top_k: int,
+        chunk: int,
+        tile: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        N = len(labels_N)
+        loss_N = hidden_NH.new_empty(N, dtype=torch.float32)
+        nll_N = torch.empty_like(loss_N)
         rank_N = torch.empty_like(labels_N)
+        top_values_NK = loss_N.new_empty(N, top_k)
         grad_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(labels_N), chunk):
-            part = slice(start, start + chunk)
+        for start in range(0, N, chunk):
+            part = slice(start, min(start + chunk, N))
             logits_CV = ends.logits(hidden_NH[part])
-            label_C1 = labels_N[part, None]
-            rank_N[part] = label_ranks(logits_CV, labels_N[part])
-            logp_CV = logits_CV.log_softmax(-1, dtype=torch.float32)
-            nll_N[part] = -logp_CV.gather(-1, label_C1)[:, 0]
-            if grad_NH is not None:
-                p_CV = logp_CV.exp_()
-                p_CV.scatter_add_(-1, label_C1, p_CV.new_full(label_C1.shape, -1.0))
-                grad_NH[part] = ends.gradient(p_CV, logits_CV)
+            final_CV = None if final_NH is None else ends.logits(final_NH[part])
+            grad_CV = None if grad_NH is None else torch.empty_like(logits_CV)
+            for first in range(start, part.stop, tile):
+                some = slice(first, min(first + tile, part.stop))
+                inner = slice(first - start, some.stop - start)
+                z_CV = logits_CV[inner].float()
+                q_CV = z_CV.softmax(-1)
+                # the largest probability is 1 / sum exp(z - max z): no exponential is taken twice
+                lse_C = z_CV.amax(-1) - q_CV.amax(-1).log()
+                nll_N[some] = lse_C - z_CV.gather(-1, labels_N[some, None])[:, 0]
+                rank_N[some] = label_ranks(z_CV, labels_N[some])
+                if top_k:
+                    top_values_NK[some] = z_CV.topk(top_k).values - lse_C[:, None]
+                loss_N[some] = loss.get("ce", 0.0) * nll_N[some]
+                if final_CV is not None:
+                    loss_N[some] += _compare(q_CV, z_CV, lse_C, final_CV[inner].float(), loss)
+                elif grad_CV is not None:
+                    q_CV.mul_(loss["ce"])
+                if grad_CV is not None:  # of ce: q - 1 at the label; the other losses are in q_CV already
+                    ce_C1 = q_CV.new_full((len(q_CV), 1), -loss.get("ce", 0.0))
+                    grad_CV[inner] = q_CV.scatter_add_(-1, labels_N[some, None], ce_C1)
+            if grad_NH is not None and grad_CV is not None:
+                grad_NH[part] = ends.gradient(grad_CV, logits_CV)
         ctx.save_for_backward(grad_NH)
-        ctx.mark_non_differentiable(rank_N)
-        return nll_N, rank_N
+        ctx.mark_non_differentiable(nll_N, rank_N, top_values_NK)
+        return loss_N, nll_N, rank_N, top_values_NK
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (grad_NH,) = ctx.saved_tensors
-        return (grads[0][:, None] * grad_NH).to(grad_NH.dtype), None, None, None
+        return (grads[0][:, None] * grad_NH).to(grad_NH.dtype), *(None,) * 7
+
+
+def _compare(q_CV: Tensor, z_CV: Tensor, lse_C: Tensor, verifier_CV: Tensor, loss: Mapping[str, float]) -> Tensor:
+    """The part of the mixture that compares distributions; z and `verifier` are logits, lse = logsumexp(z).
+
+    `q_CV`, the softmax of z, becomes the gradient of the mixture with respect to z, ce's -1 at the label apart:
+
+        kl: q - p        tv: q * (s - m), m being 1 where q < p, s = sum m * q        ce: q - 1[label]
+    """
+    p_CV = verifier_CV.softmax(-1)
+    verifier_lse_C = verifier_CV.amax(-1) - p_CV.amax(-1).log()
+    work_CV = torch.sub(verifier_CV, z_CV).mul_(p_CV)
+    kl_C = work_CV.sum(-1) + lse_C - verifier_lse_C
+    tv_C = torch.sub(p_CV, q_CV, out=work_CV).relu_().sum(-1)
+    lk = loss.get("lk", 0.0)
+    blend_C = torch.exp(LK_ETA * (tv_C - 1))
+    kl_weight_C = loss.get("kl", 0.0) + lk * blend_C
+    tv_weight_C = loss.get("tv", 0.0) + lk * (1 - blend_C)
+
+    below_CV = torch.gt(p_CV, q_CV, out=work_CV).mul_(q_CV)
+    q_CV.mul_((loss.get("ce", 0.0) + kl_weight_C + tv_weight_C * below_CV.sum(-1))[:, None])
+    q_CV.sub_(p_CV.mul_(kl_weight_C[:, None])).sub_(below_CV.mul_(tv_weight_C[:, None]))
+    return kl_weight_C * kl_C + tv_weight_C * tv_C
 
 
 def label_ranks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
     """0-based rank of each label: tokens with a larger logit, and those with an equal one and a lower id."""
     label_N1 = logits_NV.gather(-1, labels_N[:, None])
-    rank_N = (logits_NV > label_N1).sum(-1, dtype=torch.int32)  # half the time of an int64 sum
-    tied_N = (logits_NV >= label_N1).sum(-1, dtype=torch.int32) > rank_N + 1
-    if tied_N.any():  # rare in float32, common in bfloat16
-        equal_MV = logits_NV[tied_N] == label_N1[tied_N]
-        lower_MV = torch.arange(logits_NV.shape[-1], device=labels_N.device) < labels_N[tied_N, None]
-        rank_N[tied_N] += (equal_MV & lower_MV).sum(-1, dtype=torch.int32)
+    hits_NV = torch.empty_like(logits_NV)  # 1 and 0 in floating point: a CPU counts them four times as fast as booleans
+    rank_N = torch.gt(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32)
+    # ties are rare in float32 and common in bfloat16; asking a GPU whether there are any would make the host wait
+    if (
+        logits_NV.is_cuda
+        or (torch.ge(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32) > rank_N + 1).any()
+    ):
+        ids_V = torch.arange(logits_NV.shape[-1], device=labels_N.device, dtype=torch.float32)
+        lower_NV = torch.lt(ids_V, labels_N[:, None].float(), out=torch.empty_like(logits_NV))
+        equal_NV = torch.eq(logits_NV, label_N1, out=hits_NV)
+        rank_N += equal_NV.mul_(lower_NV).sum(-1, dtype=torch.float32)
     return rank_N.long()
 
 
-def slot_statistics(hidden_NH: Tensor, labels_N: Tensor, ends: Ends, *, chunk: int = 0) -> tuple[Tensor, Tensor]:
-    """(nll_N, rank_N): negative log-likelihood of each label in float32, differentiable in `hidden`, and its rank.
+def slot_weights(
+    kind: str, live_AS: Tensor, *, nll_AS: Tensor, rank_AS: Tensor, gamma: float, alpha: float, budget: int
+) -> tuple[Tensor, Tensor]:
+    """(weights_AS, normaliser_A): detached float32 weights, 0 at dead slots, and each block's share of the number that
+    the weighted sum is divided by. What dead slots hold does not matter: a block lives up to its first.
 
-    `chunk` slots are projected at once (0: chosen by the vocabulary); no (N, V) tensor is ever kept.
+    decay: exp(-(k-1)/gamma) for slot k = 1..S; uniform: 1; both are divided by the sum of the weights.
+
+    dpace and tree: w_j = sum_{m>=j} prod_{i<=m} q~_i over the live slots m, q~ = (1-alpha) * q + alpha (D-PACE, arXiv
+    2605.18810): what is gained by slot j is every longer prefix that it holds up. They are divided by the number of
+    live slots, as their own sum would cancel what they say: that blocks with good prospects count more.
+
+    dpace: q_i = exp(-nll_i), the probability that slot i is right. tree: that its label prefix is in a tree of `budget`
+    if the prefix before it is, from the ranks r of the labels. Prefixes with ranks <= r in each slot, and their own
+    prefixes, are at least as probable, so the tree takes D_i = sum_{m<=i} prod_{j<=m} (r_j + 1) nodes at least before
+    prefix i is among them. This bound is softened to P_i = budget / (budget + D_i), 1/2 where the bound just fits, so
+    that slots a little out of reach still count; q_i = P_i / P_{i-1} <= 1.
     """
-    budget = CHUNK_LOGITS if hidden_NH.device.type == "cpu" else CHUNK_LOGITS << 9
-    chunk = chunk or max(1, budget // ends.vocab_size)
-    nll_N, rank_N = _SlotStatistics.apply(hidden_NH, labels_N, ends, chunk)
-    return nll_N, rank_N
-
-
-def slot_weights(kind: str, live_BAS: Tensor, nll_BAS: Tensor, *, gamma: float, alpha: float) -> tuple[Tensor, Tensor]:
-    """(weights_BAS, normaliser): detached float32 weights, 0 at dead slots, and what their weighted sum is divided by.
-
-    decay: exp(-(k-1)/gamma) for slot k = 1..S; uniform: 1; both are divided by the sum of the weights. dpace follows
-    the drafter's own confidence and is divided by the number of live slots: its own sum would cancel it.
-    """
-    if kind == "dpace":  # arXiv 2605.18810: w_j = sum_{m>=j} prod_{i<=m} q~_i over the live slots m
-        q_BAS = (1 - alpha) * torch.exp(-nll_BAS.detach()) + alpha
-        reach_BAS = q_BAS.cumprod(-1) * live_BAS
-        return reach_BAS.flip(-1).cumsum(-1).flip(-1) * live_BAS, live_BAS.sum()
-    weights_BAS = live_BAS.float()
+    if kind in ("dpace", "tree"):
+        if kind == "dpace":
+            q_AS = torch.exp(-nll_AS.detach())
+        else:
+            prefixes_AS = torch.log1p(rank_AS.double()).cumsum(-1).clamp_(max=LARGEST_EXPONENT).exp_()
+            nodes_AS = budget + prefixes_AS.cumsum(-1)
+            before_AS = torch.nn.functional.pad(nodes_AS[..., :-1], (1, 0), value=budget)
+            q_AS = (before_AS / nodes_AS).float()
+        reach_AS = ((1 - alpha) * q_AS + alpha).cumprod(-1) * live_AS
+        return reach_AS.flip(-1).cumsum(-1).flip(-1) * live_AS, live_AS.sum(-1)
+    weights_AS = live_AS.float()
     if kind == "decay":
-        weights_BAS = weights_BAS * torch.exp(-torch.arange(live_BAS.shape[-1], device=live_BAS.device) / gamma)
-    return weights_BAS, weights_BAS.sum()
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Sums and counts over blocks, additive. `streakK`: leading live slots with the label among the top K."""
-
-    loss: float = 0.0
-    weight: float = 0.0
-    slots: float = 0.0
-    blocks: float = 0.0
-    top1: float = 0.0
-    top4: float = 0.0
-    top8: float = 0.0
-    streak1: float = 0.0
-    streak4: float = 0.0
-    streak8: float = 0.0
-
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, name.name) + getattr(other, name.name) for name in fields(Tally)))
-
-    def metrics(self) -> dict[str, float]:
-        """Averages per unit of weight, per live slot and per block; without live slots there is nothing to say: {}."""
-        if not self.slots:
-            return {}
-        return {
-            "loss": self.loss / self.weight,
-            "accuracy": self.top1 / self.slots,
-            "top4_accuracy": self.top4 / self.slots,
-            "top8_accuracy": self.top8 / self.slots,
-            "streak": self.streak1 / self.blocks,
-            "ddtree_streak4": self.streak4 / self.blocks,
-            "ddtree_streak8": self.streak8 / self.blocks,
-        }
-
-
-def tally(*, loss: Tensor, weight: Tensor, rank_BAS: Tensor, live_BAS: Tensor) -> Tally:
-    """Count one micro-batch. `loss` is the weighted sum, `weight` its normaliser; ranks of dead slots do not matter."""
-    values = [loss, weight, live_BAS.sum(), live_BAS.any(-1).sum()]
-    hits = [live_BAS & (rank_BAS < k) for k in (1, 4, 8)]
-    values += [hit_BAS.sum() for hit_BAS in hits] + [hit_BAS.cumprod(-1).sum() for hit_BAS in hits]
-    return Tally(*torch.stack([value.detach().double() for value in values]).tolist())
+        weights_AS = weights_AS * torch.exp(-torch.arange(live_AS.shape[-1], device=live_AS.device) / gamma)
+    return weights_AS, weights_AS.sum(-1)

@@ -21,6 +21,7 @@ from dflash.drafter.attention import Visible, block_attention
 from dflash.drafter.blocks import Documents
 from dflash.drafter.norms import rms_norm, rms_norm_rotated
 from dflash.drafter.rope import frequencies, rope_parameters
+from dflash.logits import LogitRule
 
 INITIAL_STD = 0.02
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -217,8 +218,7 @@ class Ends:
         self.embedding_VH = own["embed_tokens.weight"]
         self.head_VH = own.get("lm_head.weight", self.embedding_VH)
         self.bias_V = own.get("lm_head.bias")
-        self.scale = scale
-        self.softcap = softcap
+        self.rule = LogitRule(scale, softcap)
 
     @property
     def vocab_size(self) -> int:
@@ -229,17 +229,14 @@ class Ends:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(…, H) to (…, V), in the ends' dtype: the verifier's own where `hidden` is its final state."""
-        logits = F.linear(hidden.to(self.head_VH.dtype), self.head_VH, self.bias_V)
-        if self.scale != 1:
-            logits = logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        return self.rule.apply(F.linear(hidden.to(self.head_VH.dtype), self.head_VH, self.bias_V))
 
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
         """d loss / d hidden, from d loss / d logits and these logits."""
-        if self.softcap is not None:
-            grad = grad * (1 - (logits / self.softcap).square())
-        if self.scale != 1:
-            grad = grad * self.scale
+        if self.rule.softcap is not None:
+            grad = grad * (1 - (logits / self.rule.softcap).square())
+        if self.rule.scale != 1:
+            grad = grad * self.rule.scale
         return grad.to(self.head_VH.dtype) @ self.head_VH
 
 

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 MOST_SHARDS = 80  # each is a task run; more of them make a server slow and a graph unreadable
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1 + 2 / 64}  # fp8: with the scale of 64 channels
 GB = 10**9
+REMEDY = "use fewer taps, fewer or shorter rows"
 
 
 class ShardPlan(BaseModel):
@@ -115,24 +116,36 @@ def estimate(config: ExtractionConfig, tokens: int, verifier: PinnedVerifier) ->
     return round(tokens * per_token * overhead + ends)
 
 
+def check_quota(config: ExtractionConfig, nbytes: int) -> None:
+    """Raises ValueError where so many bytes exceed the quota."""
+    if config.disk_quota_gb and nbytes > config.disk_quota_gb * GB:
+        raise ValueError(
+            f"extraction.disk_quota_gb: hidden states need about {nbytes / GB:.3g} GB, the quota is "
+            f"{config.disk_quota_gb:g} GB; raise it or {REMEDY}"
+        )
+
+
 def check_space(config: ExtractionConfig, plans: Sequence[ShardPlan], verifier: PinnedVerifier) -> None:
     """Raises ValueError, with the numbers, where the whole exceeds the quota or the missing shards the free space."""
     whole = estimate(config, sum(plan.tokens for plan in plans), verifier)
     to_make = missing(plans)
-    if config.storage:
-        to_make = longest_first(to_make)[: config.max_workers]  # each is moved away before the next begins
+    if to_make:
+        check_quota(config, whole)
+    if config.storage:  # each is moved away before its worker begins the next
+        to_make = longest_first(to_make)[: _most_at_once(config)]
     needed = estimate(config, sum(plan.tokens for plan in to_make), verifier) if to_make else 0
     home().mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(home()).free
-    remedy = "use fewer taps, fewer or shorter rows"
     log.info("hidden states: %.3f GB, of which %.3f GB to write; %.1f GB free", whole / GB, needed / GB, free / GB)
-    if config.disk_quota_gb and whole > config.disk_quota_gb * GB:
-        raise ValueError(
-            f"extraction.disk_quota_gb: hidden states need about {whole / GB:.3g} GB, the quota is "
-            f"{config.disk_quota_gb:g} GB; raise it or {remedy}"
-        )
     if needed > free:
         raise ValueError(
             f"{home()}: hidden states need about {needed / GB:.3g} GB more, {free / GB:.3g} GB are free; "
-            f"set DFLASH_HOME to a larger disk or {remedy}"
+            f"set DFLASH_HOME to a larger disk or {REMEDY}"
         )
+
+
+def _most_at_once(config: ExtractionConfig) -> int:
+    """Shards in the making at a time; how many workers a running cluster has is not known here."""
+    if config.runner == "inline":
+        return 1
+    return MOST_SHARDS if config.address else config.max_workers

@@ -25,13 +25,13 @@ def seconds_per_token(
     file = corpus.path / "corpus.parquet"
     lengths = pl.read_parquet(file, columns=["length"])["length"].to_list()
     rows = sorted((row for plan in plans for row in plan.rows), key=lambda row: (-lengths[row], row))
-    budget = min(config.batch_tokens, sum(plan.tokens for plan in plans) // SHARE)
+    loaded = extraction.loaded_verifier(verifier)  # the one that the shards made in this process will use
+    budget = min(extraction.batch_tokens(config, loaded), sum(plan.tokens for plan in plans) // SHARE)
     rows = rows[: max(1, budget // lengths[rows[0]])]
     chosen = pl.scan_parquet(file).select("input_ids").with_row_index().filter(pl.col("index").is_in(rows)).collect()
     ids = [torch.tensor(values) for values in chosen["input_ids"].to_list()]
     padded_BT = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     layers = tap_layers(verifier.num_layers, config.num_taps, config.target_layer_ids)
-    loaded = extraction.loaded_verifier(verifier)  # the one that the shards made in this process will use
 
     def seconds(input_ids_BT: torch.Tensor) -> float:
         t0 = time.perf_counter()

@@ -11,7 +11,7 @@ B batch, T tokens, K taps or likeliest tokens, H hidden size, F features (taps x
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 import polars as pl
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from dflash.hidden.encoding import (
@@ -34,7 +35,17 @@ from dflash.hidden.encoding import (
     relative_errors,
 )
 from dflash.hidden.raw import ArrayReader, ArrayWriter, read_attributes, write_group
-from dflash.manifests import MANIFEST, Damaged, Manifest, check_files, load_manifest, verify, write_atomically
+from dflash.manifests import (
+    DAMAGED_MANIFEST,
+    MANIFEST,
+    Artifact,
+    Damaged,
+    Manifest,
+    check_files,
+    load_manifest,
+    verify,
+    write_atomically,
+)
 
 if TYPE_CHECKING:
     from dflash.hidden.remote import RemoteArray
@@ -46,7 +57,6 @@ FILE_BYTES = 16 * 2**30  # few files, since a shard of wide states has 40 GB; ea
 # A row's median token norm against that of all rows of the shard. Single tokens have a thousand times the usual norm,
 # and medians of short rows see some of that; what must not pass is a row of another scale, precision or layer.
 NORM_FACTOR = 32.0
-DAMAGED_MANIFEST = f"{MANIFEST}.damaged"
 LEDGER = "ledger.json"
 REMOTE = "remote.json"  # of a shard whose arrays lie in an object store: where, their sizes and checksums
 FINAL = "the output of the verifier's final norm, which its LM head reads"
@@ -410,6 +420,14 @@ class HiddenStates:
         self._read(row_number, states, verify=True)
         return states
 
+    def whole(self, shard: int, *names: str) -> list[NDArray[Any]]:
+        """Arrays of a shard from end to end, for small ones; checked, and raises, as `read` does."""
+        end = max(row.start + row.length for row in self.rows if row.shard == shard)
+        try:
+            return [self.array(shard, name).read(0, end, verify=True) for name in names]
+        except Damaged as damage:
+            raise _set_aside(self._shard_folder(shard), damage) from damage
+
     def buffers(self, num_tokens: int) -> RowStates:
         """Memory for a batch of up to so many padded tokens; pinned where there is a GPU."""
         return self._memory(num_tokens, pinned=torch.cuda.is_available())
@@ -623,17 +641,35 @@ def _verify(manifest: Manifest, folder: Path, *, deep: bool = False) -> None:
     verify(here, deep=deep)
 
 
-def check_parts(whole: Manifest) -> None:
+def check_parts(whole: Manifest, *, but: Collection[Path] = ()) -> None:
     """Raises Damaged, and sets the part's manifest aside, where one is not that which the whole was made of.
 
-    A part's own manifest says nothing of itself, so that no check of the part alone notices.
+    A part's own manifest says nothing of itself, so that no check of the part alone notices. A part that was made anew
+    is left alone: it waits for the whole to be made of it. Parts in `but` are not looked at.
     """
     for name, record in whole.files.items():
-        if name.endswith(f"/{MANIFEST}"):
+        part = (whole.path / name).parent
+        if name.endswith(f"/{MANIFEST}") and part not in but:
             try:
                 check_files(whole, {name: record}, deep=True)
             except Damaged as damage:
-                raise _set_aside((whole.path / name).parent, damage) from damage
+                if _made_after(part, whole):
+                    raise Damaged(f"{part}: made again since; run the {whole.stage} stage again") from damage
+                raise _set_aside(part, damage) from damage
+
+
+def _made_after(part: Path, whole: Manifest) -> bool:
+    try:
+        return load_manifest(part).created > whole.created
+    except Damaged:
+        return False
+
+
+def check_recorded(part: Artifact) -> None:
+    """Raises Damaged, and sets the part's manifest aside, where it is not as it was when the part was made."""
+    if load_manifest(part.path).artifact() != part:
+        edited = f"{part.path / MANIFEST}: differs from the record of the task that made it"
+        raise _set_aside(part.path, Damaged(edited))
 
 
 def _set_aside(part: Path, cause: Exception) -> Damaged:

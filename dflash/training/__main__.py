@@ -1,7 +1,8 @@
-"""Training as a process: `python -m dflash.training REQUEST.json`. Speaks JSON lines on stdout, logs on stderr.
+"""Training as a process: `python -m dflash.training REQUEST.json`, or several of it under torchrun.
 
-Stops after the step in hand, leaving a checkpoint, on SIGTERM, on SIGINT, and when the pipe on its stdin closes: then
-whoever started it is gone. Exit codes: 0 done, 2 bad input, 75 stopped with a checkpoint, anything else a crash.
+Speaks JSON lines on stdout, logs on stderr. Stops after the step in hand, leaving a checkpoint, on SIGTERM, on SIGINT,
+and when the pipe on its stdin closes: then whoever started it is gone. Exit codes: 0 done, 1 crashed, 2 bad input, 75
+stopped with a checkpoint.
 """
 
 import json
@@ -12,14 +13,17 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 from dflash.config import TrainingConfig
 from dflash.manifests import Artifact
+from dflash.pinning import PinnedVerifier
 from dflash.training.launch import STOPPED
 from dflash.training.loop import Stopped, train
 
+CRASHED = 1
 BAD_INPUT = 2
 SECONDS_BETWEEN_REPORTS = 0.2
 
@@ -34,7 +38,9 @@ def main() -> int:
     # whatever a library prints goes to stderr: stdout carries messages only
     messages = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+    first = os.environ.get("RANK", "0") == "0"
+    level = logging.INFO if first else logging.WARNING
+    logging.basicConfig(stream=sys.stderr, level=level, format="%(levelname)s %(name)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -57,16 +63,30 @@ def main() -> int:
 
     try:
         request = json.loads(Path(sys.argv[1]).read_text())
-        config, hidden_states = TrainingConfig(**request["config"]), Artifact(**request["hidden_states"])
-        artifact = train(config, hidden_states, progress=progress, should_stop=stop.is_set)
+        verifier = request.get("verifier")
+        artifact = train(
+            TrainingConfig(**request["config"]),
+            Artifact(**request["hidden_states"]),
+            verifier=PinnedVerifier(**verifier) if verifier else None,
+            group=request.get("group", ""),
+            progress=progress,
+            should_stop=stop.is_set,
+        )
     except Stopped as reason:
-        print(f"INFO dflash.training {reason}", file=sys.stderr)
+        if first:
+            say({"stopped": str(reason)})
+            print(f"INFO dflash.training {reason}", file=sys.stderr)
         return STOPPED
     except (ValueError, FloatingPointError) as error:  # neither gets better by trying again
         say({"error": str(error), "kind": type(error).__name__})
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    say({"artifact": artifact.model_dump()})
+    except Exception as error:
+        traceback.print_exc()
+        say({"crash": f"{type(error).__name__}: {error}"})
+        return CRASHED
+    if first:
+        say({"artifact": artifact.model_dump()})
     return 0
 
 

@@ -1,13 +1,11 @@
-"""Micro-batches: which rows form which optimizer step, rows read ahead and packed, noise on their features.
+"""Micro-batches: which rows form which optimizer step at which rank, rows as a batch, noise on their features.
 
-Reads rows through a function; knows neither the store nor the model.
+Knows neither the store nor the model.
 
 P tokens of all rows of a micro-batch, F features (K taps of H)
 """
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -17,19 +15,32 @@ from torch import Tensor
 
 from dflash.corpus.bucketing import epoch_batches, rank_steps
 from dflash.drafter.blocks import Documents
+from dflash.training.schedules import derived_seed
 
 if TYPE_CHECKING:
-    from dflash.hidden.store import RowStates
-
-READ_AHEAD = 2
+    from dflash.hidden.store import PackedStates
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """One optimizer step: the row numbers of its micro-batches, and the epoch its first one belongs to."""
+    """One optimizer step: the row numbers of each rank's micro-batches, and the epoch its first one belongs to."""
 
     epoch: int
-    micro_batches: list[list[int]]
+    hands: list[list[list[int]]]
+
+    @property
+    def rows(self) -> list[int]:
+        return [row for hand in self.hands for batch in hand for row in batch]
+
+    def passes(self, rank: int) -> list[tuple[list[int], bool]]:
+        """What a rank computes, and whether it counts: as many passes as the rank with the most micro-batches.
+
+        A rank that is out of batches, in the last step, repeats one for nothing: all ranks must meet in every pass.
+        """
+        hand = self.hands[rank]
+        spare = (hand or self.hands[0] or self.hands[-1])[0]
+        idle = max(map(len, self.hands)) - len(hand)
+        return [(batch, True) for batch in hand] + [(spare, False)] * idle
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,11 @@ class Batch:
     greedy_ids_P: Tensor  # noqa: N815
     final_PH: Tensor | None = None  # noqa: N815
 
+    @classmethod
+    def of(cls, states: "PackedStates") -> "Batch":
+        """Views of them; the likeliest tokens are of no use here."""
+        return cls(Documents(states.lengths), *states[:5])
+
     def to(self, device: torch.device) -> "Batch":
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         return Batch(self.documents, **{name: value.to(device, non_blocking=True) for name, value in tensors.items()})
@@ -55,53 +71,38 @@ def plan_steps(
     *,
     max_tokens: int,
     seed: int,
+    order: str,
     epochs: int,
     accumulation: int,
     max_steps: int,
+    num_ranks: int = 1,
 ) -> list[OptimizerStep]:
     """All optimizer steps of a run, in order; `max_steps` 0 means all epochs. `lengths` and `buckets` are per row.
 
-    A step takes the next `accumulation` batches, also across the end of an epoch; the very last may have fewer.
+    A step takes the next `accumulation` batches, also across the end of an epoch; the very last may have fewer. What is
+    in a step does not depend on the number of ranks, a divisor of `accumulation`, that they are dealt to.
     """
     batches = (
         (epoch, batch)
         for epoch in range(epochs)
-        for batch in epoch_batches(lengths, buckets, max_tokens=max_tokens, seed=seed, epoch=epoch)
+        for batch in epoch_batches(lengths, buckets, max_tokens=max_tokens, seed=seed, epoch=epoch, order=order)
     )
     planned = list(islice(batches, max_steps * accumulation or None))
-    steps = rank_steps([batch for _, batch in planned], lengths, num_ranks=1, accumulation=accumulation)
+    steps = rank_steps(
+        [batch for _, batch in planned], lengths, num_ranks=num_ranks, accumulation=accumulation // num_ranks
+    )
     return [
-        OptimizerStep(planned[n * accumulation][0], [[rows[i] for i in batch] for batch in micro_batches])
-        for n, (micro_batches,) in enumerate(steps)
+        OptimizerStep(
+            planned[n * accumulation][0],
+            [[[rows[i] for i in batch] for batch in micro_batches] for micro_batches in hands],
+        )
+        for n, hands in enumerate(steps)
     ]
 
 
-def collate(states: Sequence["RowStates"]) -> Batch:
-    """Pack rows into one batch."""
-    finals = [row.final_TH for row in states if row.final_TH is not None]
-    return Batch(
-        Documents(tuple(len(row.input_ids_T) for row in states)),
-        features_PF=torch.cat([row.features_TF for row in states]),
-        input_ids_P=torch.cat([row.input_ids_T for row in states]).long(),
-        loss_mask_P=torch.cat([row.loss_mask_T for row in states]).bool(),
-        greedy_ids_P=torch.cat([row.greedy_ids_T for row in states]).long(),
-        final_PH=torch.cat(finals) if finals else None,
-    )
-
-
-def read_ahead(load: Callable[[list[int]], Batch], batches: Iterable[list[int]]) -> Generator[Batch, None, None]:
-    """Load batches on one thread, a few ahead of the consumer; an exception of `load` is raised at its batch."""
-    pool = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-    pending: deque[Future[Batch]] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(load, batch))
-            if len(pending) > READ_AHEAD:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+def row_generators(rows: Sequence[int], *, seed: int, device: torch.device | str) -> list[torch.Generator]:
+    """One for each row, a function of (seed, row): a row meets the same numbers whatever batch or rank it is in."""
+    return [torch.Generator(device).manual_seed(derived_seed(seed, row)) for row in rows]
 
 
 def add_noise(

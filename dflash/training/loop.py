@@ -1,97 +1,102 @@
-"""Training: the stage and its loop. Opens one artifact, the hidden states, and never loads the verifier.
+"""Training: the stage and its loop. Opens one artifact, the hidden states, and never runs the verifier.
 
-Weights and moments are float32; arithmetic is in the configured dtype. All random numbers are functions of (seed, step)
-and of (seed, epoch), so that a checkpoint is weights, moments and a step, and a resumed run ends bit-identical.
+Weights and moments are float32; arithmetic is in the configured dtype. All random numbers are functions of (seed, step,
+row) and of (seed, epoch), so that a checkpoint is weights, moments and counts, and a resumed run ends bit-identical.
 
-P tokens of all documents, F features, A anchors, S predicted slots, H hidden, N live slots
+P tokens of all documents, F features, A anchors
 """
 
 import json
 import logging
-import math
+import resource
 import shutil
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from filelock import FileLock, Timeout
+from torch import Tensor
 
 from dflash.config import TrainingConfig
-from dflash.decoding.replay import replay_rows
-from dflash.devices import resolve_device
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
-from dflash.drafter.losses import Tally
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
-from dflash.hidden.store import HiddenStates, RowStates
-from dflash.keys import training_key
-from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, publish, silent
-from dflash.training.batches import Batch, add_noise, collate, plan_steps, read_ahead
-from dflash.training.checkpoints import Checkpoint, load_newest, save_checkpoint
+from dflash.hidden.store import HiddenStates, Row
+from dflash.keys import RECIPES, training_key
+from dflash.manifests import Artifact, Damaged, Key, Progress, find, home, in_progress, load_manifest, publish, silent
+from dflash.pinning import PinnedVerifier
+from dflash.training.batches import Batch, add_noise, plan_steps, row_generators
+from dflash.training.checkpoints import read_checkpoint, refuse_changes
+from dflash.training.curves import draw_curves
+from dflash.training.launch import refuse_uneven_ranks
+from dflash.training.metrics import Tally
 from dflash.training.objective import block_loss
-from dflash.training.optimizers import (
-    average_and_clip,
-    load_state_tensors,
-    make_optimizers,
-    set_learning_rates,
-    state_tensors,
-)
+from dflash.training.optimizers import average_and_clip, make_optimizers, set_learning_rates, update_average
+from dflash.training.ranks import Ranks, joined, own, shard
 from dflash.training.schedules import derived_seed, learning_rate_factor, noise_std
+from dflash.training.state import Counters, State, newest, plain_copy
 from dflash.training.tracking import STEP, tracked_run
+from dflash.training.validation import (
+    choice,
+    deployment_metric,
+    out_of_patience,
+    replay_groups,
+    scores_of,
+    validation_row,
+)
 
 log = logging.getLogger(__name__)
+
+BUFFERS = 4  # micro-batches in memory: one in use, and a reading thread for each of the others
+ANCHORS, NOISE = 0, 1  # purposes of random numbers
 
 
 class Stopped(Exception):
     """Training was asked to stop; a checkpoint is there and the same call continues."""
 
 
-@dataclass
-class Counters:
-    """What was counted: in all, and since the last logged row."""
-
-    tokens: int = 0
-    steps: int = 0
-    rows: int = 0
-    row_tokens: int = 0
-    seconds: float = 0.0
-    grad_norm: float = 0.0
-    blocks: Tally = field(default_factory=Tally)
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> "Counters":
-        return cls(**values | {"blocks": Tally(**values["blocks"])})
-
-
 def train(
     config: TrainingConfig,
     hidden_states: Artifact,
     *,
+    verifier: PinnedVerifier | None = None,
+    group: str = "",
     progress: Progress = silent,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Artifact:
     """Train a drafter on extracted hidden states; continues from its last checkpoint if it was interrupted.
 
-    `should_stop` is asked after every step: where true, a checkpoint is saved and Stopped is raised. Raises ValueError
-    for data that cannot be trained on, FloatingPointError for a loss or gradient that is not finite.
+    Under torchrun every rank calls this with the same arguments, and all get the artifact. `verifier` is needed only
+    where the drafter starts from its layers; `group` is that of the W&B run. `should_stop` is asked after every step:
+    where true at any rank, a checkpoint is saved and Stopped is raised at all. Raises ValueError for data or settings
+    that cannot be trained with, FloatingPointError after too many steps whose loss or gradient was of no use.
     """
     key = training_key(config, hidden_states)
-    with _alone(key, should_stop) as waited:
-        if waited and (artifact := find(key)):
+    with joined(config.device) as ranks, _alone(key, ranks, should_stop) as waited:
+        refuse_uneven_ranks(config, ranks.world)
+        if waited and (artifact := ranks.share(find(key) if ranks.first else None)):
             return artifact  # what the other one made
-        return _train(config, hidden_states, key, progress, should_stop)
+        return _train(config, hidden_states, verifier, key, ranks, group, progress, should_stop)
 
 
 def _train(
-    config: TrainingConfig, hidden_states: Artifact, key: Key, progress: Progress, should_stop: Callable[[], bool]
+    config: TrainingConfig,
+    hidden_states: Artifact,
+    verifier: PinnedVerifier | None,
+    key: Key,
+    ranks: Ranks,
+    group: str,
+    progress: Progress,
+    should_stop: Callable[[], bool],
 ) -> Artifact:
-    folder = in_progress(key)
+    folder, device = in_progress(key), ranks.device
     store = HiddenStates.open(hidden_states.path)
-    device = resolve_device(config.device)
     dtype = getattr(torch, config.dtype)
     autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
     taps = store.info["target_layer_ids"]
@@ -102,23 +107,226 @@ def _train(
         [store.rows[row].bucket for row in train_rows],
         max_tokens=config.max_tokens_per_batch,
         seed=config.seed,
+        order=config.order,
         epochs=config.epochs,
         accumulation=config.accumulation,
         max_steps=config.max_steps,
+        num_ranks=ranks.world,
     )
     total = len(plan)
     ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
+    state = new_state(config, store, verifier, ranks)
+    parameters = list(state.drafter.parameters())
+    settings = key.model_dump(mode="json", include={"recipe", "config", "inputs"})
+    if checkpoint := newest(folder, ranks):
+        refuse_changes(
+            checkpoint.settings, settings, folder=folder, step=checkpoint.step, accepted=config.accept_changes
+        )
+        state.restore(checkpoint, ranks, same_optimizer=checkpoint.settings["config"]["optimizer"] == config.optimizer)
+    else:
+        refuse_mask_token(store, train_rows[ranks.rank :: ranks.world], mask_token_id=config.mask_token_id)
+    history = ranks.share(resume_rows(folder / "metrics.jsonl", step=state.step) if ranks.first else [])
+    metric = deployment_metric(config.tree_budget)
+    scores = scores_of(history, metric)
+    summary: dict[str, Any] = {
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "rows": len(train_rows),
+        "verifier": store.info["verifier"],
+        "chat": store.info["chat"],
+        "on_policy_share": store.info["on_policy_share"],
+    }
+    log.info(
+        "%s: %d rows, %d steps from step %d, %s parameters, %s on %s, processes: %d",
+        *(key, len(train_rows), total, state.step, f"{summary['parameters']:,}", config.dtype, device, ranks.world),
+    )
+
+    def record(row: dict[str, float]) -> None:
+        history.append(row)
+        if ranks.first:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            log_row(row)
+            shown = {name.partition("/")[2]: value for name, value in row.items() if "@" not in name}
+            log.info("%s", "  ".join(f"{name} {value:.4g}" for name, value in shown.items() if name.count("/") < 2))
+
+    def due(step: int) -> bool:
+        return step % config.validate_every == 0 or step == total
+
+    def save() -> None:
+        keep = {"keep_last": config.keep_last, "keep_every": config.keep_every}
+        state.save(folder, ranks, settings=settings, scores=scores, **keep)
+
+    def validate() -> None:
+        if not validation_rows:
+            log.info("step %d: no validation rows, so no validation", state.step)
+            return
+        published = state.drafter
+        if state.average or ranks.world > 1:
+            published = plain_copy(state.drafter, state.weights())
+        own_rows = validation_rows[ranks.rank :: ranks.world]
+        rows = ((store.rows[row], store.read(row)) for row in own_rows if not should_stop())
+        with autocast:
+            groups = replay_groups(published, ends, rows, tree_budget=config.tree_budget)
+        if ranks.any(should_stop()):
+            raise Stopped("stopped while validating; run again to continue")
+        row = validation_row(ranks.gather(groups), step=state.step)
+        record(row)
+        scores.update(scores_of([row], metric))
+
+    tracked = tracked_run(
+        config.tracking if ranks.first else "disabled",
+        run_id=str(key),
+        project=config.project,
+        name=config.run_name or run_name(config),
+        group=group,
+        settings=config.model_dump()
+        | {"key": str(key), "data": load_manifest(hidden_states.path).inputs, "verifier": store.info["verifier"]}
+        | {"hidden_states": hidden_states.identity, "world_size": ranks.world},
+        history=history,
+    )
+    groups, groups_RX = parts_of(store.rows)
+    passes = [step.passes(ranks.rank) for step in plan]
+    buffers = [store.buffers(longest_batch(store, passes)) for _ in range(BUFFERS)]
+    batches = store.stream_packed([rows for step in passes[state.step :] for rows, _ in step], buffers, device=device)
+    with tracked as log_row, closing(batches):
+        if state.step and due(state.step) and last_row(history, "validation").get(STEP) != state.step:
+            validate()  # it was interrupted
+        while state.step < total and not out_of_patience(scores, config.patience):
+            t0, step, counters = time.perf_counter(), state.step, state.counters
+            factor = learning_rate_factor(
+                step,
+                total=total,
+                warmup_share=config.warmup_share,
+                kind=config.schedule,
+                decay_share=config.decay_share,
+            )
+            std = noise_std(
+                step, total=total, warmup_share=config.warmup_share, start=config.noise_start, end=config.noise_end
+            )
+            logging_now = (step + 1) % config.log_every == 0 or step + 1 == total
+            blocks = Tally()
+            for rows, counts in passes[step]:
+                t1 = time.perf_counter()
+                states, ready = next(batches)
+                counters.waiting += time.perf_counter() - t1
+                counters.read_ahead += ready
+                counters.passes += 1
+                batch = Batch.of(states)
+                anchors_A = sample_anchors(
+                    batch.loss_mask_P,
+                    batch.documents,
+                    num_anchors=config.num_anchors,
+                    generators=row_generators(rows, seed=derived_seed(config.seed, step, ANCHORS), device="cpu"),
+                ).to(device)
+                batch = batch.to(device)
+                features_PF = add_noise(
+                    batch.features_PF,
+                    batch.documents,
+                    num_taps=len(taps),
+                    std=std,
+                    generators=row_generators(rows, seed=derived_seed(config.seed, step, NOISE), device=device),
+                )
+                with autocast:
+                    loss, counted = block_loss(
+                        state.drafter,
+                        ends,
+                        batch,
+                        features_PF=features_PF,
+                        anchors_A=anchors_A,
+                        labels=config.labels,
+                        loss=config.loss.model_dump(),
+                        weights=config.slot_weights,
+                        gamma=config.gamma,
+                        alpha=config.dpace_alpha,
+                        tree_budget=config.tree_budget,
+                        tree_metrics=logging_now,
+                        memory_bytes=config.loss_memory_mb * 2**20,
+                        groups_DX=groups_RX[rows].to(device, non_blocking=True),
+                        num_groups=len(groups),
+                    )
+                (loss if counts else loss * 0).backward()
+                if counts:
+                    blocks += counted
+            sums = torch.stack([blocks.loss, blocks.weight]).to(device)
+            ranks.add_up([sums])
+            norm = average_and_clip(parameters, weight=sums[1], clip_norm=config.clip_norm, ranks=ranks)
+            grad_norm, loss_sum, weight = torch.stack([norm.double(), *sums]).tolist()
+            mean_loss = loss_sum / max(weight, 1e-9)
+
+            state.step = finished = step + 1
+            objection = state.steadiness.objection(
+                loss=mean_loss, grad_norm=grad_norm, spike_factor=config.spike_factor
+            )
+            if objection:
+                state.steadiness = state.steadiness.skipped_one()
+                ids = ", ".join(store.rows[row].id for row in plan[step].rows)
+                sound = not ranks.any(not all(own(weight).isfinite().all() for weight in parameters))
+                skip(finished, objection, ids, state.steadiness.skipped, most=config.max_skipped, sound=sound)
+            else:
+                set_learning_rates(state.optimizers, factor=factor)
+                for optimizer in state.optimizers:
+                    optimizer.step()
+                if state.average:
+                    update_average(state.average, state.drafter, decay=config.ema)
+                state.steadiness = state.steadiness.accepted(grad_norm)
+                counters.steps += 1
+                counters.blocks += blocks
+                counters.grad_norm += grad_norm
+            for optimizer in state.optimizers:
+                optimizer.zero_grad()
+
+            counters.add_rows([store.rows[row] for row in plan[step].rows])
+            counters.seconds += time.perf_counter() - t0
+            speed = counters.row_tokens / counters.seconds
+            if logging_now:
+                counters.together(ranks)
+                now = {"train/epoch": plan[step].epoch, "train/lr": config.learning_rate * factor}
+                now |= {"train/noise_std": std, "train/skipped": state.steadiness.skipped}
+                record({STEP: finished} | now | counters.metrics(groups))
+                state.counters = Counters(tokens=counters.tokens + counters.row_tokens)
+            if ranks.first:
+                progress(finished, total, note(finished, loss=mean_loss, scores=scores, speed=speed, device=device))
+            stopping = ranks.any(should_stop())
+            if finished % config.save_every == 0 or due(finished) or stopping:
+                save()
+            if stopping:
+                raise Stopped(f"stopped after step {finished} of {total}; run again to continue")
+            if due(finished):
+                validate()
+
+    weights, artifact = state.weights(), None
+    if ranks.first:
+        chosen, weights = best_weights(folder, weights, scores, metric, last=state.step, average=bool(state.average))
+        counters = state.counters
+        summary |= {"steps": state.step, "planned_steps": total, "tokens": counters.tokens + counters.row_tokens}
+        summary |= {"skipped": state.steadiness.skipped, "best": chosen}
+        summary |= {name: last_row(history, name) for name in ("train", "validation")}
+        with publish(key, summary=summary) as (scratch, result):
+            save_drafter(scratch, plain_copy(state.drafter, weights).to(dtype))
+            (scratch / "best.json").write_text(json.dumps(chosen, indent=1) + "\n")
+            shutil.copyfile(folder / "metrics.jsonl", scratch / "metrics.jsonl")
+            (scratch / "plots").mkdir()
+            draw_curves(history, scratch / "plots")
+        shutil.rmtree(folder)
+        artifact = result()
+    artifact = ranks.share(artifact)
+    assert artifact is not None, "the first rank has published it"
+    return artifact
+
+
+def new_state(config: TrainingConfig, store: HiddenStates, verifier: PinnedVerifier | None, ranks: Ranks) -> State:
+    """A drafter as it starts, with its optimizers, held as the configuration says."""
     shape = DrafterConfig.from_verifier(
         store.verifier_config,
         block_size=config.block_size,
         num_layers=config.num_layers,
         mask_token_id=config.mask_token_id,
-        target_layer_ids=taps,
+        target_layer_ids=store.info["target_layer_ids"],
     )
     generator = torch.Generator().manual_seed(derived_seed(config.seed))
-    drafter = Drafter(shape, generator=generator).to(device)
-    parameters = list(drafter.parameters())
-    num_parameters = sum(parameter.numel() for parameter in parameters)
+    drafter = Drafter(shape, generator=generator).to(ranks.device)
+    if config.parallel == "fsdp" and ranks.world > 1:
+        shard(drafter, ranks, dtype=getattr(torch, config.dtype))
     optimizers = make_optimizers(
         drafter,
         kind=config.optimizer,
@@ -127,138 +335,8 @@ def _train(
         betas=(config.beta1, config.beta2),
         weight_decay=config.weight_decay,
     )
-    done, counters = 0, Counters()
-    if checkpoint := load_newest(folder):
-        drafter.load_state_dict(checkpoint.weights)
-        load_state_tensors(drafter, optimizers, checkpoint.optimizer)
-        done, counters = checkpoint.step, Counters.of(checkpoint.counters)
-    history = resume_rows(folder / "metrics.jsonl", step=done)
-    log.info(
-        "%s: %d rows, %d steps from step %d, %s parameters, %s on %s",
-        *(key, len(train_rows), total, done, f"{num_parameters:,}", config.dtype, device),
-    )
-
-    def load(rows: list[int]) -> Batch:
-        states = [store.read(row) for row in rows]
-        for row, state in zip(rows, states, strict=True):
-            refuse_mask_token(state, mask_token_id=config.mask_token_id, row_id=store.rows[row].id)
-        return collate(states)
-
-    def record(row: dict[str, float]) -> None:
-        history.append(row)
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        log_row(row)
-        log.info("%s", "  ".join(f"{name.rpartition('/')[2]} {value:.4g}" for name, value in row.items()))
-
-    def due(step: int) -> bool:
-        return step % config.validate_every == 0 or step == total
-
-    def validate(step: int) -> None:
-        if not validation_rows:
-            log.info("step %d: no validation rows, so no validation", step)
-            return
-        rows = (store.read(row) for row in unless(should_stop, validation_rows))
-        with autocast:
-            methods = replay_rows(drafter, ends, rows, budgets=[config.tree_budget])
-        taus = {method: acceptance.acceptance_length for method, acceptance in methods.items()}
-        record({STEP: step} | {f"validation/acceptance_length/{name}": tau for name, tau in taus.items() if tau})
-
-    tracked = tracked_run(
-        config.tracking,
-        run_id=str(key),
-        project=config.project,
-        name=config.run_name or run_name(config),
-        settings=config.model_dump() | {"key": str(key), "hidden_states": hidden_states.identity},
-    )
-    batches = read_ahead(load, [rows for step in plan[done:] for rows in step.micro_batches])
-    with tracked as log_row, closing(batches):
-        if done and due(done) and not validated(history, done):
-            validate(done)  # it was interrupted
-        for step in range(done, total):
-            t0 = time.perf_counter()
-            factor = learning_rate_factor(step, total=total, warmup_share=config.warmup_share)
-            std = noise_std(step, total=total, warmup_share=config.warmup_share, peak=config.noise_start)
-            blocks = Tally()
-            for rows in plan[step].micro_batches:
-                # per row, so that a row meets the same anchors and noise whichever micro-batch it is in
-                seeds = [[derived_seed(config.seed, step, row, use) for row in rows] for use in range(2)]
-                batch = next(batches)
-                anchors_A = sample_anchors(
-                    batch.loss_mask_P,
-                    batch.documents,
-                    num_anchors=config.num_anchors,
-                    generators=[torch.Generator().manual_seed(seed) for seed in seeds[0]],
-                ).to(device)
-                batch = batch.to(device)
-                features_PF = add_noise(
-                    batch.features_PF,
-                    batch.documents,
-                    num_taps=len(taps),
-                    std=std,
-                    generators=[torch.Generator(device).manual_seed(seed) for seed in seeds[1]],
-                )
-                with autocast:
-                    loss, counted = block_loss(
-                        drafter,
-                        ends,
-                        batch,
-                        features_PF=features_PF,
-                        anchors_A=anchors_A,
-                        weights=config.slot_weights,
-                        gamma=config.gamma,
-                        alpha=config.dpace_alpha,
-                    )
-                loss.backward()
-                blocks += counted
-                counters.rows += len(batch.documents.lengths)
-                counters.row_tokens += batch.documents.total
-            grad_norm = average_and_clip(parameters, weight=blocks.weight, clip_norm=config.clip_norm)
-            if not math.isfinite(grad_norm) or not math.isfinite(blocks.loss):
-                ids = [store.rows[row].id for rows in plan[step].micro_batches for row in rows]
-                raise FloatingPointError(
-                    f"step {step + 1}: loss {blocks.loss}, gradient norm {grad_norm}; rows {', '.join(ids)}; "
-                    "lower the learning rate, or look at these rows"
-                )
-            set_learning_rates(optimizers, factor=factor)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            finished = step + 1
-            counters.steps += 1
-            counters.blocks += blocks
-            counters.grad_norm += grad_norm
-            counters.seconds += time.perf_counter() - t0
-            if finished % config.log_every == 0 or finished == total:
-                row = {STEP: finished, "train/epoch": plan[step].epoch, "train/lr": config.learning_rate * factor}
-                record(row | {"train/noise_std": std} | averages(counters))
-                counters = Counters(tokens=counters.tokens + counters.row_tokens)
-            progress(finished, total, f"loss {blocks.loss / max(blocks.weight, 1e-9):.3f}")
-            stopping = should_stop()
-            if finished % config.save_every == 0 or due(finished) or stopping:
-                state = state_tensors(drafter, optimizers)
-                save_checkpoint(folder, Checkpoint(finished, drafter.state_dict(), state, asdict(counters)))
-            if stopping:
-                raise Stopped(f"stopped after step {finished} of {total}; run again to continue")
-            if due(finished):
-                validate(finished)
-
-    summary: dict[str, Any] = {
-        "steps": total,
-        "tokens": counters.tokens,
-        "parameters": num_parameters,
-        "rows": len(train_rows),
-        "verifier": store.info["verifier"],
-        "chat": store.info["chat"],
-        "on_policy_share": store.info["on_policy_share"],
-    }
-    summary |= {name: last_row(history, name) for name in ("train", "validation")}
-    with publish(key, summary=summary) as (scratch, result):
-        save_drafter(scratch, drafter.to(dtype))
-        shutil.copyfile(folder / "metrics.jsonl", scratch / "metrics.jsonl")
-    shutil.rmtree(folder)
-    return result()
+    parameters = drafter.named_parameters() if config.ema else ()
+    return State(drafter, optimizers, average={name: weight.detach().clone() for name, weight in parameters})
 
 
 def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:
@@ -279,30 +357,91 @@ def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:
     return usable, validation_rows
 
 
-def refuse_mask_token(row: RowStates, *, mask_token_id: int, row_id: str) -> None:
-    """Raises ValueError where the mask token is a supervised token or label: it must mean nothing else."""
-    said_T = (row.input_ids_T[1:] == mask_token_id) | (row.greedy_ids_T[:-1] == mask_token_id)
-    found_T = row.loss_mask_T[1:] & said_T
-    if found_T.any():
-        raise ValueError(
-            f"training.mask_token_id: {mask_token_id} occurs in the supervised text of row {row_id}, "
-            f"position {int(found_T.nonzero()[0]) + 1}; choose a reserved id that the verifier never says"
+def best_weights(
+    folder: Path,
+    weights: dict[str, Tensor],
+    scores: dict[int, float],
+    metric: str,
+    *,
+    last: int,
+    average: bool,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What to publish and why: of the checkpoint of the best step, or `weights`, those of the last.
+
+    Where that checkpoint is damaged it is the next best one, loudly.
+    """
+    scores = dict(scores)
+    while (chosen := choice(scores, metric, last=last, average=average))["step"] != last:
+        try:
+            checkpoint = read_checkpoint(folder, chosen["step"])
+            return chosen, {**checkpoint.weights, **checkpoint.average}
+        except Damaged as error:
+            log.error("the checkpoint of the best step is damaged, the next best is published: %s", error)
+            del scores[chosen["step"]]
+    return chosen, weights
+
+
+def parts_of(rows: Sequence[Row]) -> tuple[list[str], Tensor]:
+    """The names of categories and buckets, and for each row the numbers of its own."""
+    names = [(f"category/{row.category}", f"bucket/{row.bucket}") for row in rows]
+    groups = sorted({name for pair in names for name in pair})
+    return groups, torch.tensor([[groups.index(name) for name in pair] for pair in names])
+
+
+def longest_batch(store: HiddenStates, passes: Iterable[Iterable[tuple[list[int], bool]]]) -> int:
+    """Tokens of the largest micro-batch; 1 where there is none."""
+    return max((sum(store.rows[row].length for row in rows) for step in passes for rows, _ in step), default=1)
+
+
+def refuse_mask_token(store: HiddenStates, rows: Iterable[int], *, mask_token_id: int) -> None:
+    """Raises ValueError where the mask token is a supervised token or label of a row: it must mean nothing else.
+
+    Reads ids and masks of whole shards, once, before the first step: a thousandth of what the states take.
+    """
+    by_shard: dict[int, list[Row]] = defaultdict(list)
+    for number in rows:
+        by_shard[store.rows[number].shard].append(store.rows[number])
+    for shard_number, members in by_shard.items():
+        ids_P, mask_P, greedy_P = store.whole(shard_number, "input_ids", "loss_mask", "greedy_ids")
+        said_P = (ids_P[1:] == mask_token_id) | (greedy_P[:-1] == mask_token_id)
+        found = np.flatnonzero(mask_P[1:].astype(bool) & said_P) + 1
+        for row in members if len(found) else []:
+            inside = found[(found > row.start) & (found < row.start + row.length)]
+            if len(inside):
+                raise ValueError(
+                    f"training.mask_token_id: {mask_token_id} occurs in the supervised text of row {row.id}, "
+                    f"position {inside[0] - row.start}; choose a reserved id that the verifier never says"
+                )
+
+
+def skip(step: int, objection: str, ids: str, skipped: int, *, most: int, sound: bool) -> None:
+    """Says that a step is not taken, and why.
+
+    Raises FloatingPointError where that is one too many, and where the weights are not `sound`: then no step is.
+    """
+    if skipped > most or not sound:
+        why = f"{skipped} steps are more than training.max_skipped allows to skip"
+        raise FloatingPointError(
+            f"step {step}: {objection}; rows {ids}; {why if sound else 'the weights are not finite any more'}; "
+            "lower the learning rate, or look at these rows"
         )
+    log.warning("step %d is skipped: %s; rows %s", step, objection, ids)
 
 
-def averages(counters: Counters) -> dict[str, float]:
-    """A row of metrics from the sums since the last one."""
-    return {f"train/{name}": value for name, value in counters.blocks.metrics().items()} | {
-        "train/grad_norm": counters.grad_norm / counters.steps,
-        "train/tokens_per_second": counters.row_tokens / counters.seconds,
-        "batch/avg_seq_len": counters.row_tokens / counters.rows,
-    }
+def note(step: int, *, loss: float, scores: dict[int, float], speed: float, device: torch.device) -> str:
+    """How it goes, for a progress bar: the acceptance length is that of the last validation."""
+    tau = f"tau {scores[max(scores)]:.2f}, " if scores else ""
+    if device.type == "cuda":
+        memory = torch.cuda.max_memory_allocated(device)
+    else:
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return f"step {step:,}, loss {loss:.3f}, {tau}{speed:,.0f} tokens/s, {memory / 1e9:.1f} GB"
 
 
 def run_name(config: TrainingConfig) -> str:
-    """Such as ddtree-g10-b95: slot weights, beta 2, and the optimizer if it is not AdamW."""
+    """Such as v3-ddtree-g10-b95: recipe number, slot weights, beta 2, and the optimizer if it is not AdamW."""
     weights = f"g{config.gamma:g}" if config.slot_weights == "decay" else config.slot_weights
-    name = f"ddtree-{weights}-b{round(config.beta2 * 100)}"
+    name = f"v{RECIPES['training']}-ddtree-{weights}-b{round(config.beta2 * 100)}"
     return name if config.optimizer == "adamw" else f"{name}-{config.optimizer}"
 
 
@@ -317,44 +456,36 @@ def resume_rows(path: Path, *, step: int) -> list[dict[str, float]]:
     return rows
 
 
-def validated(history: list[dict[str, float]], step: int) -> bool:
-    return last_row(history, "validation").get(STEP) == step
-
-
 def last_row(history: list[dict[str, float]], kind: str) -> dict[str, float]:
     """The newest row of "train" or "validation" metrics; {} where there is none."""
     rows = [row for row in history if any(name.startswith(f"{kind}/") and name != STEP for name in row)]
     return rows[-1] if rows else {}
 
 
-def unless(should_stop: Callable[[], bool], rows: list[int]) -> Iterator[int]:
-    """The rows, or Stopped as soon as that is asked for."""
-    for row in rows:
-        if should_stop():
-            raise Stopped("stopped while validating; run again to continue")
-        yield row
-
-
 @contextmanager
-def _alone(key: Key, should_stop: Callable[[], bool]) -> Iterator[bool]:
-    """Holds the trainer's own lock of a key; yields whether it had to wait.
+def _alone(key: Key, ranks: Ranks, should_stop: Callable[[], bool]) -> Iterator[bool]:
+    """Holds the trainer's own lock of a key, at the first rank; yields to all whether it had to wait.
 
     The task's lock ends with the task's process, but a trainer that lost its parent still finishes its step and saves.
     """
     (home() / "locks").mkdir(parents=True, exist_ok=True)
     lock = FileLock(home() / "locks" / f"{key}-trainer.lock")
     waited = False
-    while True:
-        try:
-            lock.acquire(timeout=0.5 if waited else 0)
-            break
-        except Timeout:
-            if not waited:
-                log.info("%s is being trained by another process; waiting for it", key)
-            waited = True
-        if should_stop():
+    while not ranks.share(ranks.first and _acquired(lock, timeout=0.5 if waited else 0)):
+        if not waited:
+            log.info("%s is being trained by another process; waiting for it", key)
+        waited = True
+        if ranks.any(should_stop()):
             raise Stopped("stopped while waiting for another training of the same key")
     try:
         yield waited
     finally:
         lock.release()
+
+
+def _acquired(lock: FileLock, *, timeout: float) -> bool:
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        return False
+    return True

@@ -1,10 +1,15 @@
-"""Optimizers of a drafter, their learning rates, and their state as named tensors. Knows no schedule and no files."""
+"""Optimizers of a drafter, their learning rates, averaged weights, and all state as named tensors.
 
-from collections.abc import Iterator, Sequence
+Knows no schedule and no files. Weights may be held in shares by several ranks; what is named here is whole.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+
+from dflash.training.ranks import Ranks, as_held, own, whole
 
 
 def make_optimizers(
@@ -34,16 +39,31 @@ def set_learning_rates(optimizers: Sequence[Optimizer], *, factor: float) -> Non
             group["lr"] = optimizer.defaults["lr"] * factor
 
 
-def average_and_clip(parameters: Sequence[Tensor], *, weight: float, clip_norm: float) -> float:
-    """Divide summed gradients by the step's total weight, then clip; returns the norm before clipping.
+def average_and_clip(parameters: Sequence[nn.Parameter], *, weight: Tensor, clip_norm: float, ranks: Ranks) -> Tensor:
+    """Add up the ranks' gradients, divide by the step's total weight, then clip; returns the norm before clipping.
 
-    One division for the whole step, so that micro-batches of any size add up to the same gradient.
+    One division for the whole step, so that micro-batches of any size, at any rank, add up to the same gradient.
+    `weight` is that of all ranks.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_div_(gradients, max(weight, torch.finfo(torch.float32).tiny))
+    weight = weight.float().clamp(min=torch.finfo(torch.float32).tiny)
+    if any(gradient is not own(gradient) for gradient in gradients):
+        weight = weight / ranks.world  # shares hold the average over ranks
+    else:
+        ranks.add_up(gradients)
+    torch._foreach_div_([own(gradient) for gradient in gradients], weight)
     norm = nn.utils.get_total_norm(gradients)
     nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-    return norm.item()
+    return whole(norm)
+
+
+def update_average(average: Mapping[str, Tensor], drafter: nn.Module, *, decay: float) -> None:
+    """Exponential moving average of the weights, in place: decay * average + (1 - decay) * weights."""
+    weights = dict(drafter.named_parameters())
+    names = list(average)
+    torch._foreach_lerp_(
+        [own(average[name]) for name in names], [own(weights[name].detach()) for name in names], 1 - decay
+    )
 
 
 def _states(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Optimizer, nn.Parameter]]:
@@ -55,19 +75,20 @@ def _states(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tup
 
 
 def state_tensors(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """All optimizer state, named `parameter:state`."""
+    """All optimizer state, whole, named `parameter:state`; every rank must ask."""
     return {
-        f"{name}:{key}": value
+        f"{name}:{key}": whole(value)
         for name, optimizer, parameter in _states(drafter, optimizers)
         for key, value in optimizer.state[parameter].items()
     }
 
 
 def load_state_tensors(drafter: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put back what `state_tensors` gave."""
+    """Put back what `state_tensors` gave. Raises ValueError where it is another optimizer's."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, key = full_name.split(":")
         by_name.setdefault(name, {})[key] = tensor
     for name, optimizer, parameter in _states(drafter, optimizers):
-        optimizer.state[parameter] = {key: tensor.to(parameter.device) for key, tensor in by_name[name].items()}
+        state = by_name.pop(name, {})
+        optimizer.state[parameter] = {key: as_held(tensor, parameter) for key, tensor in state.items()}

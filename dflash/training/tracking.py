@@ -1,7 +1,7 @@
 """Weights & Biases: one run per training key, continued when training is. Knows nothing of training."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -20,11 +20,20 @@ def tracking_mode(configured: str) -> str:
 
 @contextmanager
 def tracked_run(
-    mode: str, *, run_id: str, project: str, name: str, settings: dict[str, Any]
+    mode: str,
+    *,
+    run_id: str,
+    project: str,
+    name: str,
+    group: str,
+    settings: dict[str, Any],
+    history: Sequence[dict[str, float]],
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Yields the function that logs a row; every value is plotted over `train/step`, which each row holds.
+    """Yields the function that logs a row; every value is plotted over `train/step`, which each row holds and W&B too
+    counts by: rows of one step are one, and what is logged again when training continues is not doubled.
 
-    Rows logged after the last checkpoint are logged again when training continues, with equal steps and values.
+    `history` are the rows of an interrupted run up to its checkpoint: those that W&B lost with the killed process, or
+    that an offline run has in another file, are logged first.
     """
     mode = tracking_mode(mode)
     if mode == "disabled":
@@ -38,6 +47,7 @@ def tracked_run(
         resume="allow",
         project=project,
         name=name,
+        group=group or None,
         config=settings,
         mode=cast(Any, mode),
         dir=home(),
@@ -45,8 +55,15 @@ def tracked_run(
     )
     run.define_metric(STEP)
     run.define_metric("*", step_metric=STEP)
+
+    def log_row(row: dict[str, float]) -> None:
+        run.log(row, step=int(row[STEP]))
+
     try:
-        yield run.log
+        for row in history:
+            if row[STEP] >= run.step:
+                log_row(row)
+        yield log_row
     except BaseException:  # not `with run`: that prints a traceback for every interruption
         run.finish(exit_code=1)
         raise

@@ -130,7 +130,7 @@ def test_without_live_prompts_the_verifier_is_not_loaded(inputs: Inputs, monkeyp
     monkeypatch.setattr(stage, "load_verifier", None)
     artifact = evaluate(inputs.config(), inputs.drafter, inputs.hidden_states, inputs.verifier)
     live = json.loads((artifact.path / "report.json").read_text())["live"]
-    assert live == {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": []}
+    assert live == {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": [], "speedup": None}
 
 
 def test_another_text_in_float32_is_an_error_that_names_the_prompt(

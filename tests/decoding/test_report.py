@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated_small import NUM_SLOTS, full_report, response, small_report, some_responses
+from evaluated_small import LIVE, NUM_SLOTS, full_report, response, small_report, some_responses
 
 from dflash.decoding.report import SCHEMA_VERSION
 from dflash.decoding.responses import Response
@@ -123,6 +123,16 @@ def test_notes_say_what_spoils_the_numbers() -> None:
     assert any("there was no round" in note for note in small_report(empty)["notes"])
 
 
+def test_the_measured_speedup_is_of_seconds_per_token() -> None:
+    timing = {
+        "plain": {"tokens": 10, "rounds": 9, "seconds": {"verify": 5.0}},
+        "chain": {"tokens": 20, "rounds": 5, "seconds": {"draft": 1.0, "verify": 3.0}},
+    }
+    live = LIVE | {"timing": timing}
+    assert small_report(some_responses(), live=live)["live"]["speedup"] == {"chain": 0.5 / 0.2}
+    assert small_report(some_responses())["live"]["speedup"] is None
+
+
 def test_no_responses_are_refused() -> None:
     with pytest.raises(ValueError, match="no response to report on; give prompts"):
         small_report([])
@@ -142,7 +152,7 @@ def paths(value: Any, names: dict[str, str], at: str = "") -> set[str]:
 
 def test_the_documentation_has_every_field_of_the_record_and_no_other() -> None:
     report = full_report([dataclasses.replace(r, truncated=True) for r in some_responses()])
-    names = dict.fromkeys(report["methods"], "<method>") | {"bundled": "<set>", "maths": "<category>"}
+    names = dict.fromkeys(["plain", *report["methods"]], "<method>") | {"bundled": "<set>", "maths": "<category>"}
     names |= {"writing": "<category>"}
     found = {
         re.sub(r"^(sets\.<set>\.categories\.<category>|sets\.<set>|overall)\.", "<numbers>.", path)

@@ -18,7 +18,8 @@ from dflash.drafter.attention import Visible
 from dflash.drafter.export import save_drafter
 from dflash.drafter.initialisation import initialise
 from dflash.drafter.model import Drafter, DrafterConfig
-from dflash.verifier import Verifier, last_layers
+from dflash.last_layers import last_layers
+from dflash.verifier import Verifier
 from tests.drafter.small import VERIFIER, make_drafter
 
 SIZES = {name: value for name, value in VERIFIER.items() if name != "rope_parameters"}

@@ -4,9 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from dflash.drafter.rope import frequencies, rope_parameters, rotate
+from dflash.drafter.rope import frequencies, rope_parameters
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
@@ -34,23 +33,6 @@ def test_scaled_frequencies_are_those_of_transformers(kind, theta):
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert rope.get("attention_factor", 1.0) == pytest.approx(scale)
-
-
-def test_plain_rotation_is_that_of_qwen3_and_a_partial_one_leaves_the_rest_alone():
-    config = Qwen3Config(head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 3, 40, 16, generator=generator)  # batch, heads, positions, head width
-    cos, sin = Qwen3RotaryEmbedding(config)(x, torch.arange(40)[None])
-    expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    rope = rope_parameters({"rope_theta": 1e6})
-    angles = torch.arange(40)[:, None] * torch.cat((frequencies(rope, head_dim=16),) * 2)
-    torch.testing.assert_close(rotate(x, angles.cos(), angles.sin()), expected)
-    partial = frequencies(rope | {"partial_rotary_factor": 0.25}, head_dim=16)
-    assert partial.shape == (2,)
-    angles = torch.arange(40)[:, None] * torch.cat((partial, partial))
-    turned = rotate(x, angles.cos(), angles.sin())
-    assert torch.equal(turned[..., 4:], x[..., 4:])
-    assert not torch.equal(turned[..., :4], x[..., :4])
 
 
 def test_parameters_are_found_wherever_a_config_puts_them():

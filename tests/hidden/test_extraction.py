@@ -340,7 +340,32 @@ def test_more_bytes_than_the_quota_or_the_disk_are_refused_with_the_numbers(
     with pytest.raises(ValueError, match=r"need about 4\.\d+e-05 GB more, 1e-06 GB are free; set DFLASH_HOME"):
         check_space(CONFIG, plans, verifier)
     extract(corpus, verifier)
-    check_space(CONFIG, plans, verifier)  # nothing is missing, so no space is needed
+    quota = CONFIG.model_copy(update={"disk_quota_gb": 1e-6})
+    for config in (CONFIG, quota):
+        check_space(config, plans, verifier)  # nothing is missing, so no space is needed
+
+
+def test_space_is_asked_for_the_shards_that_are_made_at_a_time(
+    verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = plan_shards(CONFIG, make_corpus(LENGTHS), verifier)
+    moved = CONFIG.model_copy(update={"storage": "memory://"})
+    cluster = moved.model_copy(update={"runner": "ray"})
+    two = sum(sorted(plan.tokens for plan in plans)[-2:])
+    usage = planning.shutil.disk_usage(home().parent)._replace(free=estimate(moved, two, verifier))
+    monkeypatch.setattr(planning.shutil, "disk_usage", lambda _: usage)
+    check_space(moved.model_copy(update={"max_workers": 9}), plans, verifier)  # which is of clusters
+    check_space(cluster.model_copy(update={"max_workers": 2}), plans, verifier)
+    running = {"max_workers": 1, "address": "ray://head:10001"}  # and has workers of its own
+    for changes in ({"max_workers": 3}, running):
+        with pytest.raises(ValueError, match="are free; set DFLASH_HOME"):
+            check_space(cluster.model_copy(update=changes), plans, verifier)
+
+
+def test_batches_on_a_cpu_stay_small(verifier: PinnedVerifier) -> None:
+    loaded = load_verifier(verifier)
+    for asked, used in ((16_384, extraction.MOST_ON_CPU), (40, 40)):
+        assert extraction.batch_tokens(CONFIG.model_copy(update={"batch_tokens": asked}), loaded) == used
 
 
 def test_a_tap_layer_out_of_range_is_refused_before_anything_is_made(verifier: PinnedVerifier) -> None:

@@ -10,9 +10,10 @@ from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
 
 from dflash.config import ExtractionConfig
 from dflash.hidden.extraction import extract_shard, seal
-from dflash.hidden.planning import missing, plan_shards
+from dflash.hidden.planning import ShardPlan, missing, plan_shards
 from dflash.hidden.store import HiddenStates
-from dflash.manifests import MANIFEST, Artifact, Damaged, Manifest, file_sha256, load_manifest
+from dflash.keys import extraction_key
+from dflash.manifests import MANIFEST, Artifact, Damaged, Manifest, file_sha256, find, load_manifest
 from dflash.verification import verify_all
 
 CONFIG = ExtractionConfig(target_layer_ids=[0, 2], storage_dtype="float32", shard_tokens=60)
@@ -25,7 +26,11 @@ class Extraction:
         self.verifier = pinned(save_verifier(folder))
         self.corpus = make_corpus([9, 30, 12, 4, 25, 8, 16, 11, 40, 13])
         self.plans = plan_shards(CONFIG, self.corpus, self.verifier)
-        self.artifact = self.seal([extract_shard(plan, CONFIG, self.corpus, self.verifier) for plan in self.plans])
+        self.shards = [self.extract(plan) for plan in self.plans]
+        self.artifact = self.seal(self.shards)
+
+    def extract(self, plan: ShardPlan) -> Artifact:
+        return extract_shard(plan, CONFIG, self.corpus, self.verifier)
 
     def seal(self, shards: list[Artifact]) -> Artifact:
         return seal(shards, CONFIG, self.corpus, self.verifier)
@@ -52,9 +57,11 @@ def test_all_that_is_whole_is_said_to_be(extraction: Extraction) -> None:
 def test_a_damaged_shard_alone_is_set_aside(extraction: Extraction) -> None:
     shard = extraction.artifact.path / "shards" / "0001"
     flip_a_byte(shard / "features" / "c" / "0" / "0", 20)
-    assert set(extraction.damages()) == {"shards/0001", "extraction"}
+    assert set(extraction.damages()) == {"shards/0001"}  # the whole is damaged nowhere else
     assert missing(extraction.plans) == [extraction.plans[1]]
-    redone = extract_shard(extraction.plans[1], CONFIG, extraction.corpus, extraction.verifier)
+    with pytest.raises(Damaged, match="shards/0001"):
+        find(extraction_key(CONFIG, extraction.corpus, extraction.verifier))
+    redone = extraction.extract(extraction.plans[1])
     shards = [load_manifest(shard.parent / f"{plan.number:04d}").artifact() for plan in extraction.plans]
     assert redone in shards
     extraction.seal(shards)
@@ -81,6 +88,29 @@ def test_opening_sets_a_shard_aside_whose_manifest_was_edited(extraction: Extrac
     with pytest.raises(Damaged, match=r"shards/0001/manifest\.json: .*; its manifest is set aside"):
         HiddenStates.open(extraction.artifact.path)
     assert missing(extraction.plans) == [extraction.plans[1]]
+
+
+def test_a_shard_whose_manifest_was_edited_is_not_sealed(extraction: Extraction) -> None:
+    publish_again(extraction.artifact.path / "shards" / "0001", edit)
+    with pytest.raises(Damaged, match=r"shards/0001/manifest\.json: differs from the record of the task that made it"):
+        extraction.seal(extraction.shards)
+    assert missing(extraction.plans) == [extraction.plans[1]]
+
+
+def test_a_shard_that_was_made_again_waits_for_its_seal(extraction: Extraction) -> None:
+    shard = extraction.artifact.path / "shards" / "0001"
+    flip_a_byte(shard / "features" / "c" / "0" / "0", 20)
+    with pytest.raises(Damaged, match="shards/0001"):
+        HiddenStates.open(extraction.artifact.path)
+    extraction.shards[1] = extraction.extract(extraction.plans[1])
+    with pytest.raises(Damaged, match="shards/0001: made again since; run the extraction stage again"):
+        HiddenStates.open(extraction.artifact.path)
+    damages = extraction.damages()
+    assert set(damages) == {"extraction"}
+    assert "shards/0001: made again since" in damages["extraction"]
+    assert not missing(extraction.plans)
+    extraction.seal(extraction.shards)
+    assert not extraction.damages()
 
 
 @pytest.mark.parametrize("name", ["0001.bak", "0007"])

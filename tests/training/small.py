@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from dflash.config import TrainingConfig
 from dflash.hidden.extraction import records_of
-from dflash.hidden.store import Row, RowStates, write_shard
+from dflash.hidden.store import PackedStates, Row, RowStates, write_shard
 from dflash.manifests import Artifact, Key, publish
+from dflash.training.batches import Batch
 from tests.drafter.small import VERIFIER
 
 VOCAB, HIDDEN = VERIFIER["vocab_size"], VERIFIER["hidden_size"]
@@ -25,6 +26,14 @@ def make_row(length: int, *, prompt: int, generator: torch.Generator) -> RowStat
     ids = torch.tensor(tokens)
     table = torch.randn(VOCAB, TAPS * HIDDEN, generator=torch.Generator().manual_seed(5))
     return RowStates(table[ids[:-1]], ids[:-1], torch.arange(length) >= prompt, ids[1:])
+
+
+def pack(rows: list[RowStates]) -> Batch:
+    """Rows as a batch, as the loader gives them."""
+    lengths = tuple(len(row.input_ids_T) for row in rows)
+    return Batch.of(
+        PackedStates(*(torch.cat(part) if part[0] is not None else None for part in zip(*rows, strict=True)), lengths)
+    )
 
 
 def make_states(

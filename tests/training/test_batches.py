@@ -1,14 +1,11 @@
-import threading
-
 import pytest
 import torch
 
 from dflash.drafter.blocks import Documents
-from dflash.hidden.store import RowStates
-from dflash.training.batches import add_noise, collate, plan_steps, read_ahead
-from tests.training.small import LENGTHS, TAPS, make_row
+from dflash.training.batches import add_noise, plan_steps, row_generators
+from tests.training.small import LENGTHS, TAPS, make_row, pack
 
-PLAN = {"max_tokens": 80, "seed": 0, "epochs": 2, "accumulation": 1, "max_steps": 0}
+PLAN = {"max_tokens": 80, "seed": 0, "order": "interleaved", "epochs": 2, "accumulation": 1, "max_steps": 0}
 
 
 def test_every_epoch_visits_every_row_once_and_steps_take_the_next_batches():
@@ -16,54 +13,56 @@ def test_every_epoch_visits_every_row_once_and_steps_take_the_next_batches():
     buckets = [int(length > 30) for length in LENGTHS]
     single = plan_steps(rows, LENGTHS, buckets, **PLAN)
     for epoch in range(2):
-        visited = [row for step in single if step.epoch == epoch for batch in step.micro_batches for row in batch]
+        visited = [row for step in single if step.epoch == epoch for batch in step.hands[0] for row in batch]
         assert sorted(visited) == rows
     grouped = plan_steps(rows, LENGTHS, buckets, **PLAN | {"accumulation": 3})
-    flat = [batch for step in grouped for batch in step.micro_batches]
-    assert flat == [batch for step in single for batch in step.micro_batches]
-    assert {len(step.micro_batches) for step in grouped[:-1]} == {3}
+    flat = [batch for step in grouped for batch in step.hands[0]]
+    assert flat == [batch for step in single for batch in step.hands[0]]
+    assert {len(step.hands[0]) for step in grouped[:-1]} == {3}
     assert plan_steps(rows, LENGTHS, buckets, **PLAN | {"max_steps": 3}) == single[:3]
     assert plan_steps(rows, LENGTHS, buckets, **PLAN | {"accumulation": 3, "max_steps": 2}) == grouped[:2]
 
 
 def test_a_step_across_the_end_of_an_epoch_belongs_to_the_first():
     one_each = plan_steps(list(range(3)), [50] * 3, [0] * 3, **PLAN | {"accumulation": 2})
-    assert [(step.epoch, len(step.micro_batches)) for step in one_each] == [(0, 2), (0, 2), (1, 2)]
+    assert [(step.epoch, len(step.hands[0])) for step in one_each] == [(0, 2), (0, 2), (1, 2)]
+
+
+def test_any_number_of_ranks_shares_the_same_steps_in_equally_many_passes():
+    plan = {**PLAN, "max_tokens": 40, "epochs": 1, "accumulation": 4}  # nine batches: ranks are idle at the end
+    plans = {n: plan_steps(list(range(9)), LENGTHS[:9], [0] * 9, **plan, num_ranks=n) for n in (1, 2, 4)}
+    for n, plan in plans.items():
+        assert [sorted(step.rows) for step in plan] == [sorted(step.rows) for step in plans[1]]
+        for step in plan:
+            passes = [step.passes(rank) for rank in range(n)]
+            assert len({len(one) for one in passes}) == 1
+            counted = [row for one in passes for batch, counts in one for row in batch if counts]
+            assert sorted(counted) == sorted(step.rows)
+    last = plans[4][-1]
+    assert [len(hand) for hand in last.hands] == [1, 0, 0, 0]
+    assert [counts for _, counts in last.passes(3)] == [False]
 
 
 def test_rows_are_packed_one_after_the_other():
     rows = [make_row(length, prompt=3, generator=torch.Generator().manual_seed(length)) for length in (4, 7)]
-    batch = collate(rows)
+    batch = pack(rows)
     assert batch.documents == Documents((4, 7))
     assert batch.features_PF.shape == (11, 48)
     assert torch.equal(batch.features_PF[4:], rows[1].features_TF)
     assert torch.equal(batch.loss_mask_P[:4], rows[0].loss_mask_T)
     assert batch.final_PH is None
-    final = collate([row._replace(final_TH=row.features_TF[:, :24]) for row in rows]).final_PH
+    final = pack([row._replace(final_TH=row.features_TF[:, :24]) for row in rows]).final_PH
     assert torch.equal(final[:4], rows[0].features_TF[:, :24])
 
 
-def test_reading_ahead_keeps_the_order_and_ends_its_thread():
-    rows = [RowStates(*make_row(4, prompt=1, generator=torch.Generator().manual_seed(i))) for i in range(6)]
-    ahead = read_ahead(lambda numbers: collate([rows[i] for i in numbers]), [[i] for i in range(6)])
-    first = next(ahead)
-    assert torch.equal(first.input_ids_P, rows[0].input_ids_T)
-    assert torch.equal(next(ahead).input_ids_P, rows[1].input_ids_T)
-    ahead.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
-
-
-def test_an_exception_while_reading_is_raised_at_its_batch():
-    def load(numbers):
-        if numbers == [2]:
-            raise ValueError("row 2 is damaged")
-        return collate([make_row(4, prompt=1, generator=torch.Generator().manual_seed(0))])
-
-    ahead = read_ahead(load, [[0], [1], [2]])
-    next(ahead)
-    next(ahead)
-    with pytest.raises(ValueError, match="row 2"):
-        next(ahead)
+def test_a_row_meets_the_same_numbers_whatever_its_company():
+    alone = row_generators([7], seed=3, device="cpu")
+    among = row_generators([5, 7], seed=3, device="cpu")
+    other = row_generators([7], seed=4, device="cpu")
+    drawn = [torch.rand(3, generator=generator).tolist() for generator in (alone[0], among[1], among[0], other[0])]
+    assert drawn[0] == drawn[1]
+    assert drawn[0] != drawn[2]
+    assert drawn[0] != drawn[3]
 
 
 def test_noise_has_the_std_asked_for_in_units_of_each_taps_rms():

@@ -3,27 +3,66 @@ import logging
 import pytest
 import torch
 
-from dflash.training.checkpoints import Checkpoint, load_newest, save_checkpoint
+from dflash.manifests import Damaged
+from dflash.training.checkpoints import (
+    Checkpoint,
+    forget_checkpoints,
+    load_newest,
+    read_checkpoint,
+    refuse_changes,
+    save_checkpoint,
+    saved_steps,
+)
 
 
 def checkpoint(step: int) -> Checkpoint:
     return Checkpoint(
-        step, {"w": torch.full((3,), float(step))}, {"w:step": torch.tensor(float(step))}, {"x": 0.1 + step}
+        step,
+        weights={"w": torch.full((3,), float(step))},
+        average={},
+        optimizer={"w:step": torch.tensor(float(step))},
+        counters={"x": 0.1 + step},
+        settings={"config": {"seed": 0}},
     )
 
 
-def test_the_newest_comes_back_exactly_and_the_last_two_are_kept(tmp_path):
+def kept(folder, *, steps, **policy):
+    for step in steps:
+        save_checkpoint(folder, checkpoint(step))
+        policy_then = policy | {"scores": {at: score for at, score in policy["scores"].items() if at < step}}
+        forget_checkpoints(folder, **policy_then)
+    return saved_steps(folder)
+
+
+def test_what_was_saved_comes_back_exactly(tmp_path):
     assert load_newest(tmp_path) is None
-    for step in (5, 10, 15):
+    for step in (5, 10):
         save_checkpoint(tmp_path, checkpoint(step))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000010", "step-000015"]
     loaded = load_newest(tmp_path)
-    assert (loaded.step, loaded.counters) == (15, {"x": 15.1})
-    assert torch.equal(loaded.weights["w"], torch.full((3,), 15.0))
+    assert (loaded.step, loaded.counters, loaded.settings) == (10, {"x": 10.1}, {"config": {"seed": 0}})
+    assert torch.equal(loaded.weights["w"], torch.full((3,), 10.0))
     assert loaded.optimizer["w:step"].shape == ()
+    assert loaded.average == {}
+    assert read_checkpoint(tmp_path, 5).step == 5
+    with pytest.raises(Damaged, match="step-000007"):
+        read_checkpoint(tmp_path, 7)
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "checkpoint.json"])
+def test_the_newest_those_of_every_so_many_steps_and_the_best_are_kept(tmp_path):
+    steps = range(5, 45, 5)
+    assert kept(tmp_path / "a", steps=steps, keep_last=2, keep_every=0, scores={}) == [40, 35]
+    assert kept(tmp_path / "b", steps=steps, keep_last=1, keep_every=15, scores={}) == [40, 30, 15]
+    assert kept(tmp_path / "c", steps=steps, keep_last=1, keep_every=0, scores={10: 2.0, 20: 2.5, 30: 2.5}) == [40, 20]
+
+
+def test_the_best_as_of_an_older_checkpoint_is_kept_as_long_as_training_may_continue_from_that(tmp_path):
+    scores = {10: 2.0, 35: 3.0}
+    assert kept(tmp_path, steps=range(5, 45, 5), keep_last=3, keep_every=0, scores=scores) == [40, 35, 30, 10]
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.safetensors", "average.safetensors", "optimizer.safetensors", "checkpoint.json"]
+)
 @pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
 def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path, caplog, name, damage):
     save_checkpoint(tmp_path, checkpoint(5))
@@ -47,3 +86,15 @@ def test_an_interrupted_save_is_no_checkpoint(tmp_path):
     assert load_newest(tmp_path).step == 5
     save_checkpoint(tmp_path, checkpoint(10))
     assert load_newest(tmp_path).step == 10
+
+
+def test_other_settings_are_refused_by_name_unless_accepted(tmp_path, caplog):
+    saved = {"recipe": 2, "config": {"seed": 0, "loss": {"ce": 1.0, "kl": 0.0}}}
+    current = {"recipe": 2, "config": {"seed": 1, "loss": {"ce": 1.0, "kl": 0.5}, "ema": 0.9}}
+    refuse_changes(saved, saved, folder=tmp_path, step=5, accepted=False)
+    said = r"step-000005 .*\(config.ema: None -> 0.9, config.loss.kl: 0.0 -> 0.5, config.seed: 0 -> 1\)"
+    with pytest.raises(ValueError, match=said):
+        refuse_changes(saved, current, folder=tmp_path, step=5, accepted=False)
+    with caplog.at_level(logging.WARNING):
+        refuse_changes(saved, current, folder=tmp_path, step=5, accepted=True)
+    assert "config.seed: 0 -> 1" in caplog.text

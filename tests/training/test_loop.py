@@ -1,4 +1,6 @@
 import json
+import logging
+import math
 import os
 import threading
 
@@ -9,22 +11,35 @@ from safetensors.torch import load_file
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import load_drafter
 from dflash.hidden.store import HiddenStates
-from dflash.keys import training_key
+from dflash.keys import RECIPES, training_key
 from dflash.manifests import home as data_root
 from dflash.manifests import in_progress, verify
-from dflash.training.batches import collate
 from dflash.training.checkpoints import load_newest
 from dflash.training.loop import Stopped, block_loss, run_name, train
 from dflash.training.optimizers import average_and_clip
+from dflash.training.ranks import Ranks
 from dflash.training.tracking import tracking_mode
 from tests.drafter.small import make_drafter, make_ends
-from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
+from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states, pack
 
+SETTINGS = {
+    "labels": "greedy",
+    "loss": {"ce": 1.0},
+    "gamma": 3.0,
+    "alpha": 0.5,
+    "tree_budget": 4,
+    "tree_metrics": False,
+}
+ALONE = Ranks(torch.device("cpu"))
 LOGGED = {
     *("train/step", "train/epoch", "train/loss", "train/accuracy", "train/top4_accuracy", "train/top8_accuracy"),
     *("train/streak", "train/ddtree_streak4", "train/ddtree_streak8", "train/grad_norm", "train/lr"),
-    *("train/noise_std", "train/tokens_per_second", "batch/avg_seq_len"),
+    *("train/noise_std", "train/skipped", "train/tokens_per_second", "train/waiting_share", "train/read_ahead"),
+    *("batch/avg_seq_len", "batch/bucket/0", "batch/bucket/1", "train/acceptance/slot1", "train/recall@64"),
+    *(f"train/{name}/{part}" for name in ("loss", "accuracy") for part in ("category/maths", "bucket/0", "bucket/1")),
+    *(f"train/{name}@{budget}" for name in ("ddtree_accept", "calibration") for budget in (4, 16, 64, 256)),
 }
+OF_THE_CLOCK = {"train/tokens_per_second", "train/waiting_share", "train/read_ahead"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +57,7 @@ def same(left, right):
 
 def rows_of(artifact):
     rows = [json.loads(line) for line in (artifact.path / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name != "train/tokens_per_second"} for row in rows]
+    return [{name: value for name, value in row.items() if name not in OF_THE_CLOCK} for row in rows]
 
 
 def stop_after(steps):
@@ -56,7 +71,7 @@ def test_training_learns_and_publishes_a_whole_artifact(changes):
     rows = rows_of(artifact)
     assert rows[-2]["train/loss"] < rows[0]["train/loss"] / 3
     assert rows[-1]["validation/acceptance_length/tree4"] > 1.5
-    assert set(rows[0]) | {"train/tokens_per_second"} == LOGGED
+    assert set(rows[0]) | OF_THE_CLOCK >= LOGGED
     verify(artifact)
     assert artifact.summary["steps"] == artifact.summary["train"]["train/step"]
     assert artifact.summary["tokens"] == 20 * sum(LENGTHS[:-1])
@@ -107,14 +122,14 @@ def test_one_batch_of_eight_and_four_of_two_give_the_same_gradient(kind):
         drafter.zero_grad()
         weight = 0.0
         for start in range(0, 8, size):
-            batch = collate(rows[start : start + size])
+            batch = pack(rows[start : start + size])
             generators = [torch.Generator() for _ in range(size)]
             anchors = sample_anchors(batch.loss_mask_P, batch.documents, num_anchors=99, generators=generators)
-            settings = {"anchors_A": anchors, "weights": kind, "gamma": 3.0, "alpha": 0.5}
+            settings = SETTINGS | {"anchors_A": anchors, "weights": kind}
             loss, blocks = block_loss(drafter, ends, batch, features_PF=batch.features_PF, **settings)
             loss.backward()
             weight += blocks.weight
-        average_and_clip(list(drafter.parameters()), weight=weight, clip_norm=1e9)
+        average_and_clip(list(drafter.parameters()), weight=weight, clip_norm=1e9, ranks=ALONE)
         return [parameter.grad.clone() for parameter in drafter.parameters()]
 
     for eight, two in zip(gradient(8), gradient(2), strict=True):
@@ -133,14 +148,16 @@ def test_rows_too_short_for_an_anchor_are_left_out_and_a_set_of_them_is_refused(
 def test_a_batch_without_any_anchor_gives_zero_loss_and_zero_gradient():
     drafter, ends = make_drafter(), make_ends()
     row = make_row(12, prompt=3, generator=torch.Generator())
-    batch = collate([row._replace(loss_mask_T=torch.arange(12) % 2 == 1)])
+    batch = pack([row._replace(loss_mask_T=torch.arange(12) % 2 == 1)])
     anchors = sample_anchors(batch.loss_mask_P, batch.documents, num_anchors=4, generators=[torch.Generator()])
     assert len(anchors) == 0
-    settings = {"anchors_A": anchors, "weights": "decay", "gamma": 3.0, "alpha": 0.5}
+    settings = SETTINGS | {"anchors_A": anchors, "weights": "decay"}
     loss, blocks = block_loss(drafter, ends, batch, features_PF=batch.features_PF, **settings)
     loss.backward()
     assert (loss.item(), blocks.weight, blocks.metrics()) == (0.0, 0.0, {})
-    assert average_and_clip(list(drafter.parameters()), weight=blocks.weight, clip_norm=1.0) == 0.0
+    assert not [name for name, parameter in drafter.named_parameters() if parameter.grad is None]
+    weight = blocks.weight
+    assert average_and_clip(list(drafter.parameters()), weight=weight, clip_norm=1.0, ranks=ALONE) == 0.0
 
 
 def test_a_mask_token_that_the_verifier_says_is_refused():
@@ -150,16 +167,49 @@ def test_a_mask_token_that_the_verifier_says_is_refused():
         train(make_config(), make_states([20], rows=rows, validation=0))
 
 
-def test_a_gradient_that_is_not_finite_names_its_step_and_rows(monkeypatch):
-    states, read = make_states(LENGTHS), HiddenStates.read
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Row 7 is not a number when it is read for training."""
+    read = HiddenStates._read
 
-    def poisoned(store, row):
-        values = read(store, row)
-        return values._replace(features_TF=values.features_TF * float("nan")) if row == 7 else values
+    def poisoned_read(store, number, out, *, verify):
+        read(store, number, out, verify=verify)
+        if number == 7:
+            out.features_TF.fill_(float("nan"))
 
-    monkeypatch.setattr(HiddenStates, "read", poisoned)
-    with pytest.raises(FloatingPointError, match=r"step \d+: loss nan.*row7"):
-        train(make_config(), states)
+    monkeypatch.setattr(HiddenStates, "_read", poisoned_read)
+
+
+def test_a_gradient_that_is_not_finite_names_its_step_and_rows(poisoned):
+    with pytest.raises(FloatingPointError, match=r"step \d+: loss nan.*row7.*1 steps are more than"):
+        train(make_config(max_skipped=0), make_states(LENGTHS))
+
+
+def test_steps_of_no_use_are_skipped_named_and_counted_until_there_are_too_many(poisoned, caplog):
+    states = make_states(LENGTHS)
+    with caplog.at_level(logging.WARNING):
+        artifact = train(make_config(epochs=3), states)
+    assert artifact.summary["skipped"] == 3
+    assert rows_of(artifact)[-2]["train/skipped"] == 3
+    assert len([record for record in caplog.records if "row7" in record.getMessage()]) == 3
+    assert all(math.isfinite(value) for row in rows_of(artifact) for value in row.values())
+    assert all(weight.isfinite().all() for weight in weights(artifact).values())
+    with pytest.raises(FloatingPointError, match="3 steps are more than training.max_skipped"):
+        train(make_config(epochs=3, max_skipped=2), states)
+
+
+def test_a_spike_is_skipped_and_a_resumed_run_skips_the_same(caplog):
+    states = make_states(LENGTHS)
+    config = make_config(epochs=30, max_steps=40, spike_factor=1.0, max_skipped=99)
+    whole = train(config, states)
+    assert 0 < whole.summary["skipped"] < 20
+    expected = weights(whole), rows_of(whole)
+    for steps in (25, 5):
+        with pytest.raises(Stopped):
+            train(config, states, should_stop=stop_after(steps))
+    resumed = train(config, states)
+    assert same(weights(resumed), expected[0])
+    assert rows_of(resumed) == expected[1]
 
 
 def test_validation_rows_are_optional():
@@ -190,8 +240,10 @@ def test_a_second_training_of_the_same_key_waits_and_takes_what_the_first_made()
 
 
 def test_run_names_say_what_differs(monkeypatch):
-    assert run_name(make_config()) == "ddtree-g10-b95"
-    assert run_name(make_config(slot_weights="dpace", optimizer="muon")) == "ddtree-dpace-b95-muon"
+    assert run_name(make_config()) == f"v{RECIPES['training']}-ddtree-g10-b95"
+    assert (
+        run_name(make_config(slot_weights="dpace", optimizer="muon")) == f"v{RECIPES['training']}-ddtree-dpace-b95-muon"
+    )
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert tracking_mode("auto") == "offline"

@@ -1,0 +1,147 @@
+"""What lives while a drafter is trained, and goes into its checkpoints: weights, moments, averages, counts.
+
+Weights may be held in shares by several ranks; in a checkpoint they are whole, so that any number of ranks continues.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dflash.drafter.model import Drafter
+from dflash.hidden.store import Row
+from dflash.training.checkpoints import Checkpoint, forget_checkpoints, load_newest, read_checkpoint, save_checkpoint
+from dflash.training.metrics import Tally
+from dflash.training.optimizers import load_state_tensors, state_tensors
+from dflash.training.ranks import Ranks, as_held, load_weights, whole
+from dflash.training.spikes import Steadiness
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """What was counted since the last logged row, and all tokens before. Seconds are this rank's, the rest everyone's;
+    only the tally is in parts, which `together` brings to the first rank.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    rows: int = 0
+    row_tokens: int = 0
+    bucket_tokens: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    waiting: float = 0.0
+    passes: int = 0
+    read_ahead: int = 0
+    grad_norm: float = 0.0
+    blocks: Tally = field(default_factory=Tally)
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> "Counters":
+        return cls(**values | {"blocks": Tally.of_json(values["blocks"])})
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {"blocks": self.blocks.to_json()}
+
+    def add_rows(self, rows: Sequence[Row]) -> None:
+        buckets = Counter(self.bucket_tokens)
+        for row in rows:
+            buckets[str(row.bucket)] += row.length
+        self.bucket_tokens = dict(buckets)
+        self.rows += len(rows)
+        self.row_tokens += sum(row.length for row in rows)
+
+    def together(self, ranks: Ranks) -> None:
+        """Every rank must ask."""
+        parts = ranks.gather(self.blocks.to_json())
+        self.blocks = sum(map(Tally.of_json, parts), Tally()) if ranks.first else Tally()
+
+    def metrics(self, groups: Sequence[str]) -> dict[str, float]:
+        """A row of metrics from the sums, also of the groups of these names. What was not measured is not there."""
+        row = {f"train/{name}": value for name, value in self.blocks.metrics(groups).items()}
+        if self.steps:
+            row["train/grad_norm"] = self.grad_norm / self.steps
+        row |= {
+            "train/tokens_per_second": self.row_tokens / self.seconds,
+            "train/waiting_share": self.waiting / self.seconds,
+            "train/read_ahead": self.read_ahead / self.passes,
+            "batch/avg_seq_len": self.row_tokens / self.rows,
+        }
+        tokens = sorted(self.bucket_tokens.items())
+        return row | {f"batch/bucket/{bucket}": count / self.row_tokens for bucket, count in tokens}
+
+
+@dataclass
+class State:
+    """After `step` optimizer steps. `average` is the moving average of the weights; empty where none is kept."""
+
+    drafter: Drafter
+    optimizers: list[Optimizer]
+    average: dict[str, Tensor]
+    step: int = 0
+    counters: Counters = field(default_factory=Counters)
+    steadiness: Steadiness = field(default_factory=Steadiness)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Those to publish, whole; every rank must ask."""
+        return {name: whole(weight) for name, weight in (self.drafter.state_dict() | self.average).items()}
+
+    def save(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        settings: dict[str, Any],
+        keep_last: int,
+        keep_every: int,
+        scores: Mapping[int, float],
+    ) -> None:
+        """A checkpoint in the folder, and older ones forgotten; every rank must ask, the first one writes."""
+        self.counters.together(ranks)
+        checkpoint = Checkpoint(
+            self.step,
+            weights={name: whole(weight) for name, weight in self.drafter.state_dict().items()},
+            average={name: whole(weight) for name, weight in self.average.items()},
+            optimizer=state_tensors(self.drafter, self.optimizers),
+            counters={"counters": self.counters.to_json(), "steadiness": asdict(self.steadiness)},
+            settings=settings,
+        )
+        if ranks.first:
+            save_checkpoint(folder, checkpoint)
+            forget_checkpoints(folder, keep_last=keep_last, keep_every=keep_every, scores=scores)
+        ranks.share(None)  # no one leaves before it is written
+
+    def restore(self, checkpoint: Checkpoint, ranks: Ranks, *, same_optimizer: bool) -> None:
+        """Put back what `save` wrote. Moments of another kind of optimizer are of no use: these start anew."""
+        load_weights(self.drafter, checkpoint.weights)
+        for name, held in self.average.items():
+            self.average[name] = as_held((checkpoint.average or checkpoint.weights)[name], held)
+        if same_optimizer:
+            load_state_tensors(self.drafter, self.optimizers, checkpoint.optimizer)
+        self.step = checkpoint.step
+        self.counters = Counters.of(checkpoint.counters["counters"])
+        if not ranks.first:
+            self.counters.blocks = Tally()
+        self.steadiness = Steadiness(**checkpoint.counters["steadiness"])
+
+
+def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:
+    """The newest whole checkpoint, the same at all ranks; only the first judges and removes damaged ones."""
+    found = load_newest(folder) if ranks.first else None
+    step = ranks.share(found.step if found else None)
+    return found if step is None or found else read_checkpoint(folder, step)
+
+
+def plain_copy(drafter: Drafter, weights: Mapping[str, Tensor]) -> Drafter:
+    """A drafter of the same shape with these whole weights, which are not copied."""
+    with torch.device("meta"):
+        copy = Drafter(drafter.config)
+    copy.load_state_dict(weights, assign=True)
+    return copy
