@@ -71,7 +71,7 @@ def write_case(
     """A random drafter, ends and batch into a folder. The first `prompt` tokens of each row are not supervised.
 
     `anchors` (B, A): the same blocks for everyone; None: each takes all that there are. `settings` are for
-    benchmarks/trainers.py: dtype, threads, slot_weights, gamma, alpha, learning_rate.
+    benchmarks/trainers.py: dtype, device, threads, slot_weights, gamma, alpha, learning_rate.
     """
     generator = torch.Generator().manual_seed(seed)
     B, T = len(lengths), max(lengths)
@@ -108,7 +108,7 @@ class Trainer:
     def __init__(self, name: str, folder: Path) -> None:
         python = Path(sys.executable) if name == "dflash" else peers_python()
         settings = json.loads((folder / "case.json").read_text())
-        threads = {"OMP_NUM_THREADS": str(settings["threads"]), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        threads = {"OMP_NUM_THREADS": str(settings["threads"]), "HF_HUB_OFFLINE": "1"}
         self.errors = (folder / f"{name}.log").open("w+")
         self.process = subprocess.Popen(
             [python, HERE / "trainers.py", name, folder],
@@ -121,10 +121,10 @@ class Trainer:
         self.name = name
         self.memory = self._answer()
 
-    def step(self) -> dict[str, float]:
-        """loss, norm, seconds, peak_mb (since it was loaded)."""
+    def step(self, what: str = "step") -> dict[str, float]:
+        """loss, norm, seconds, cpu_seconds, peak_mb (since it was loaded); `profile`: attention_seconds, too."""
         assert self.process.stdin is not None
-        self.process.stdin.write("step\n")
+        self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return self._answer()
 

@@ -4,7 +4,9 @@
 
 A case (benchmarks/peers.py writes it) is a drafter in the published format, the verifier's ends, and a batch. Answers
 are JSON lines on stdout: what is in memory once loaded, then loss, gradient norm, seconds and peak memory of each step.
-dflash runs in the project's environment, the peers in one of their own: each is imported only where it is asked for.
+The line `profile` asks for a step that also says how long our attention took. Memory is the process's; on a GPU it is
+what was allocated there. dflash runs in the project's environment, the peers in one of their own: each is imported only
+where it is asked for.
 
 B batch, T tokens, P tokens without padding, F features, A anchors, S predicted slots, H hidden
 """
@@ -31,6 +33,7 @@ Step = Callable[[], tuple[float, float]]
 
 CLIP_NORM = 1.0
 BETAS = (0.9, 0.95)
+OUR_ATTENTION = ("_BlockAttention", "_BlockAttentionBackward")
 
 
 def main() -> None:
@@ -40,20 +43,31 @@ def main() -> None:
     warnings.simplefilter("ignore")
     trainer, folder = sys.argv[1], Path(sys.argv[2])
     settings = json.loads((folder / "case.json").read_text())
+    on_gpu = settings["device"] != "cpu"
     torch.set_num_threads(settings["threads"])
     modules, make_step = TRAINERS[trainer]
-    for module in modules:
+    for module in ("torch._dynamo", *modules):  # optimizers load the first when they are made
         importlib.import_module(module)
-    libraries = _resident_mb()
+    libraries = 0.0 if on_gpu else _resident_mb()
     step = make_step(folder, settings)
     Path("/proc/self/clear_refs").write_text("5")  # from here on counts the peak
-    answers.write(json.dumps({"libraries_mb": libraries, "loaded_mb": _resident_mb()}) + "\n")
-    for _ in sys.stdin:
+    loaded = torch.cuda.memory_allocated() / 2**20 if on_gpu else _resident_mb()
+    answers.write(json.dumps({"libraries_mb": libraries, "loaded_mb": loaded}) + "\n")
+    for line in sys.stdin:
         t0, cpu0 = time.perf_counter(), time.process_time()
-        loss, norm = step()
-        seconds, cpu_seconds = time.perf_counter() - t0, time.process_time() - cpu0
-        answer = {"loss": loss, "norm": norm, "seconds": seconds, "cpu_seconds": cpu_seconds}
-        answer["peak_mb"] = _status_mb("VmHWM")
+        if line.strip() == "profile":
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+                loss, norm = step()
+        else:
+            loss, norm = step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        answer = {"loss": loss, "norm": norm}
+        answer |= {"seconds": time.perf_counter() - t0, "cpu_seconds": time.process_time() - cpu0}
+        answer["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else _status_mb("VmHWM")
+        if line.strip() == "profile":
+            ours = [event for event in profiled.key_averages() if event.key in OUR_ATTENTION]
+            answer["attention_seconds"] = sum(event.cpu_time_total for event in ours) / 1e6
         answers.write(json.dumps(answer) + "\n")
 
 
@@ -74,35 +88,39 @@ def dflash(folder: Path, settings: dict[str, Any]) -> Step:
     from dflash.training.batches import Batch
     from dflash.training.objective import block_loss
 
-    dtype = getattr(torch, settings["dtype"])
-    drafter = load_drafter(folder, dtype=torch.float32).train().requires_grad_(True)
-    ends = Ends(load_file(folder / "ends.safetensors"), dtype=dtype)
-    data = load_file(folder / "batch.safetensors")
-    inside_BT = torch.arange(data["input_ids"].shape[1]) < data["lengths"][:, None]
+    dtype, device = getattr(torch, settings["dtype"]), settings["device"]
+    drafter = load_drafter(folder, dtype=torch.float32, device=device).train().requires_grad_(True)
+    ends = Ends(load_file(folder / "ends.safetensors"), dtype=dtype, device=device)
+    data = load_file(folder / "batch.safetensors", device=device)
+    inside_BT = torch.arange(data["input_ids"].shape[1], device=device) < data["lengths"][:, None]
     documents = Documents(tuple(data["lengths"].tolist()))
     batch = Batch(
         documents,
         features_PF=data["features"].to(dtype)[inside_BT],
         input_ids_P=data["input_ids"][inside_BT],
         loss_mask_P=data["loss_mask"][inside_BT],
-        greedy_ids_P=data["input_ids"].roll(-1, 1)[inside_BT],
+        greedy_ids_P=data["input_ids"][inside_BT],
     )
-    first_B1 = torch.tensor(documents.offsets[:-1])[:, None]
+    first_B1 = torch.tensor(documents.offsets[:-1], device=device)[:, None]
     anchors_A = (first_B1 + data["anchors"])[data["anchors"] >= 0]
     del data, inside_BT
     update = _adamw(drafter, settings)
 
     def step() -> tuple[float, float]:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             total, counted = block_loss(
                 drafter,
                 ends,
                 batch,
                 features_PF=batch.features_PF,
                 anchors_A=anchors_A,
+                labels="data",
+                loss={"ce": 1.0},
                 weights=settings["slot_weights"],
                 gamma=settings["gamma"],
                 alpha=settings["alpha"],
+                tree_budget=64,
+                tree_metrics=False,
             )
         loss = total / counted.weight
         loss.backward()
@@ -118,14 +136,15 @@ def specforge(folder: Path, settings: dict[str, Any]) -> Step:
     from specforge.optimizer import BF16Optimizer
     from transformers import Qwen3Config
 
-    dtype = getattr(torch, settings["dtype"])
+    dtype, device = getattr(torch, settings["dtype"]), settings["device"]
+    attention = "sdpa" if device == "cpu" else "flex_attention"
     config = Qwen3Config(**json.loads((folder / "config.json").read_text()))
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     drafter = DFlashDraftModel(config)
     drafter.load_state_dict(load_file(folder / "model.safetensors"))
-    drafter.to(dtype).train()
-    head, embedding = _ends(folder, dtype)
-    data = load_file(folder / "batch.safetensors")
+    drafter.to(device, dtype).train()
+    head, embedding = _ends(folder, dtype, device)
+    data = load_file(folder / "batch.safetensors", device=device)
     features_BTF, mask_BT, anchors_BA = data["features"].to(dtype), data["loss_mask"].float(), data["anchors"]
     model = OnlineDFlashModel(
         drafter,
@@ -133,7 +152,7 @@ def specforge(folder: Path, settings: dict[str, Any]) -> Step:
         embedding,
         mask_token_id=config.dflash_config["mask_token_id"],
         block_size=config.block_size,
-        attention_backend="sdpa",
+        attention_backend=attention,
         num_anchors=features_BTF.shape[1],
         loss_decay_gamma=settings["gamma"],
         loss_type={"decay": "dflash", "dpace": "dpace"}[settings["slot_weights"]],
@@ -164,7 +183,7 @@ def speculators(folder: Path, settings: dict[str, Any]) -> Step:
     from speculators.models.dflash.config import DFlashSpeculatorConfig
     from transformers import Qwen3Config
 
-    assert settings["slot_weights"] == "decay"
+    assert (settings["slot_weights"], settings["device"]) == ("decay", "cpu")
     dtype = getattr(torch, settings["dtype"])
     published = json.loads((folder / "config.json").read_text())
     layers = Qwen3Config(**published)
@@ -178,7 +197,7 @@ def speculators(folder: Path, settings: dict[str, Any]) -> Step:
             mask_token_id=published["dflash_config"]["mask_token_id"],
         )
     )
-    head, embedding = _ends(folder, torch.float32)
+    head, embedding = _ends(folder, torch.float32, "cpu")
     ends = {"embed_tokens.weight": embedding.weight, "verifier_norm.weight": torch.ones(layers.hidden_size)}
     ends |= {"lm_head.weight": head.weight, "verifier_lm_head.weight": head.weight}
     drafter.load_state_dict(load_file(folder / "model.safetensors") | ends)
@@ -216,8 +235,8 @@ def speculators(folder: Path, settings: dict[str, Any]) -> Step:
     return step
 
 
-def _ends(folder: Path, dtype: torch.dtype) -> tuple[nn.Linear, nn.Embedding]:
-    weights = {name: weight.to(dtype) for name, weight in load_file(folder / "ends.safetensors").items()}
+def _ends(folder: Path, dtype: torch.dtype, device: str) -> tuple[nn.Linear, nn.Embedding]:
+    weights = {name: weight.to(device, dtype) for name, weight in load_file(folder / "ends.safetensors").items()}
     embedding = nn.Embedding.from_pretrained(weights["embed_tokens.weight"])
     head = nn.Linear(*reversed(weights["lm_head.weight"].shape), bias=False, device="meta")
     head.weight = nn.Parameter(weights["lm_head.weight"], requires_grad=False)

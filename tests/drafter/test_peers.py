@@ -47,6 +47,7 @@ def case(folder: Path, *, lengths: list[int], slot_weights: str, anchors: torch.
         prompt=3,
         anchors=anchors,
         dtype="float32",
+        device="cpu",
         threads=1,
         slot_weights=slot_weights,
         gamma=GAMMA,
