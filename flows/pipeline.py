@@ -21,6 +21,7 @@ from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
 from flows.runners import CallAll, one_after_another, runner_of
 from flows.steps import CURRENT, RunRecord, Steps
+from flows.watch import begin, end
 from tasks.evaluation import evaluation as evaluation_task
 from tasks.extraction import extract_shard, plan_extraction, probe_extraction, seal_extraction
 from tasks.generation import collect_prompts, generate_chunk, plan_generation, seal_generation
@@ -82,7 +83,7 @@ def extract(
     return steps.run(step, seal_extraction, extraction, corpus, verifier, shards)
 
 
-@flow(name="pipeline", flow_run_name=run_name)
+@flow(name="pipeline", flow_run_name=run_name, on_running=[begin], on_completion=[end], on_failure=[end])
 def pipeline(
     *,
     recipe: str = "custom",
@@ -140,7 +141,7 @@ def pipeline(
         make_shards=make_shards,
         names=("evaluation-generation", "evaluation-tokenization", "evaluation-extraction"),
     )
-    drafter = steps.run("training", training_task, training, training_states)
+    drafter = steps.run("training", training_task, training, training_states, pinned)
     report = steps.run("evaluation", evaluation_task, evaluation, drafter, evaluation_states, pinned)
 
     record.report = str(report.path / "report.md")

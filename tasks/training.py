@@ -1,19 +1,41 @@
-"""Task: train the drafter, in a process of its own."""
+"""Task: train the drafter, in processes of its own."""
+
+import base64
+
+from prefect import runtime
 
 from dflash.config import Step, TrainingConfig
 from dflash.keys import training_key
 from dflash.manifests import Artifact
+from dflash.pinning import PinnedVerifier
 from dflash.training.launch import launch
 from tasks.stage import find_or_make, show, stage
 
 
 @stage(training_key, name="training", hours=24 * 21)
-def training(config: TrainingConfig, hidden_states: Artifact, step: Step = "training") -> Artifact:
+def training(
+    config: TrainingConfig, hidden_states: Artifact, verifier: PinnedVerifier, step: Step = "training"
+) -> Artifact:
     """The drafter. A subprocess, so that running out of memory or being killed never takes the worker along.
 
     Call it directly, not with submit(): only the main thread hears of a cancellation and can have a checkpoint saved.
     """
     key = training_key(config, hidden_states)
-    artifact = find_or_make(step, key, lambda progress: launch(config, hidden_states, progress=progress))
+    group = f"{runtime.flow_run.name} ({runtime.flow_run.id[:8]})" if runtime.flow_run.id else ""
+    artifact = find_or_make(
+        step,
+        key,
+        lambda progress: launch(config, hidden_states, verifier=verifier, group=group, progress=progress),
+    )
     show(step, artifact)
+    if curves := curves_of(artifact):
+        show(step, artifact, curves, part="curves")
     return artifact
+
+
+def curves_of(artifact: Artifact) -> str:
+    """Its plots, as images within a text: the browser asks no one for them."""
+    return "\n\n".join(
+        f"![{path.stem}](data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()})"
+        for path in sorted((artifact.path / "plots").glob("*.svg"))
+    )

@@ -39,6 +39,7 @@ CURVES = (
     Curves("bucket_mix", "Length buckets", "share of tokens", ("batch/bucket/",)),
 )  # fmt: skip
 MAX_LINES = 16
+MAX_POINTS = 500  # of a line: the plots are shown in a browser, and all rows are beside them
 
 
 def _named(row: dict[str, float], metrics: tuple[str, ...]) -> Iterator[tuple[str, float]]:
@@ -53,6 +54,12 @@ def _named(row: dict[str, float], metrics: tuple[str, ...]) -> Iterator[tuple[st
             yield metric.rpartition("/")[2], row[metric]
 
 
+def thinned(points: list[tuple[float, float | None]]) -> list[tuple[float, float | None]]:
+    """Every n-th point and the last."""
+    every = -(-len(points) // MAX_POINTS)
+    return points[:-1:every] + points[-1:]
+
+
 def draw_curves(rows: Rows, folder: Path) -> list[str]:
     """Write each plot that has data as PNG and SVG into the folder; returns their names."""
     drawn = []
@@ -62,7 +69,7 @@ def draw_curves(rows: Rows, folder: Path) -> list[str]:
             for name, value in _named(row, curves.metrics):
                 series.setdefault(name, []).append((row[STEP], value))
         if series:
-            shown = dict(list(series.items())[:MAX_LINES])
+            shown = {name: thinned(points) for name, points in list(series.items())[:MAX_LINES]}
             save(lines(shown, title=curves.title, xlabel="step", ylabel=curves.ylabel), folder, curves.name)
             drawn.append(curves.name)
     return drawn

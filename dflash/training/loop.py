@@ -300,7 +300,7 @@ def _train(
         counters = state.counters
         summary |= {"steps": state.step, "planned_steps": total, "tokens": counters.tokens + counters.row_tokens}
         summary |= {"skipped": state.steadiness.skipped, "best": chosen}
-        summary |= {name: last_row(history, name) for name in ("train", "validation")}
+        summary |= {name: of_all_rows(last_row(history, name)) for name in ("train", "validation")}
         with publish(key, summary=summary) as (scratch, result):
             save_drafter(scratch, plain_copy(state.drafter, weights).to(dtype))
             (scratch / "best.json").write_text(json.dumps(chosen, indent=1) + "\n")
@@ -460,6 +460,11 @@ def last_row(history: list[dict[str, float]], kind: str) -> dict[str, float]:
     """The newest row of "train" or "validation" metrics; {} where there is none."""
     rows = [row for row in history if any(name.startswith(f"{kind}/") and name != STEP for name in row)]
     return rows[-1] if rows else {}
+
+
+def of_all_rows(row: dict[str, float]) -> dict[str, float]:
+    """Without what is of one category or bucket."""
+    return {name: value for name, value in row.items() if not {"category", "bucket"} & set(name.split("/"))}
 
 
 @contextmanager

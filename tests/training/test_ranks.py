@@ -1,7 +1,10 @@
 """Several processes that train together: torchrun, gloo, real signals."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -64,7 +67,7 @@ def test_two_processes_train_as_one_does_on_the_same_batches(parallel):
         assert two == pytest.approx(one, rel=1e-5, abs=1e-5)
 
 
-def test_a_run_of_two_processes_stops_together_and_another_number_of_them_continues(caplog):
+def test_a_run_of_two_processes_stops_together_and_another_number_of_them_continues(tmp_path):
     states = make_states(LENGTHS)
     changes = TWO | {"epochs": 40, "save_every": 1000, "validate_every": 1000}
     alone = train(make_config(**changes), states)
@@ -73,16 +76,29 @@ def test_a_run_of_two_processes_stops_together_and_another_number_of_them_contin
     def cancel(number, frame):
         raise Cancelled
 
+    two = make_config(**changes, processes=2)
+    request = tmp_path / "request.json"
+    request.write_text(json.dumps({"config": two.model_dump(), "hidden_states": states.model_dump()}))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with subprocess.Popen([*torchrun, "-m", "dflash.training", str(request)], stdout=subprocess.PIPE) as child:
+        assert "progress" in json.loads(child.stdout.readline())
+        child.terminate()
+        assert "stopped" in json.loads(child.stdout.readlines()[-1])
+    (first,) = in_progress(training_key(two, states)).glob("step-*")
+
     previous = signal.signal(signal.SIGUSR1, cancel)
     try:
         with pytest.raises(Cancelled):
-            two = make_config(**changes, processes=2, parallel="fsdp")
-            launch(two, states, progress=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+            launch(
+                two.model_copy(update={"parallel": "fsdp"}),
+                states,
+                progress=lambda *_: os.kill(os.getpid(), signal.SIGUSR1),
+            )
     finally:
         signal.signal(signal.SIGUSR1, previous)
     assert not [pid for pid in descendants(os.getpid()) if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
-    (saved,) = in_progress(training_key(two, states)).glob("step-*")
-    assert int(saved.name[5:]) < alone.summary["steps"]
+    (second,) = set(in_progress(training_key(two, states)).glob("step-*")) - {first}
+    assert int(first.name[5:]) < int(second.name[5:]) < alone.summary["steps"]
     assert close(weights(train(make_config(**changes), states)), expected, tolerance=1e-4)
 
 

@@ -1,0 +1,77 @@
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash.keys import RECIPES
+from dflash.manifests import home as data_root
+from dflash.training.loop import Stopped, run_name, train
+from dflash.training.tracking import tracking_mode
+from tests.training.small import LENGTHS, make_config, make_states
+from tests.training.test_loop import stop_after
+
+
+def records(path: Path) -> Iterator[object]:
+    """Of an offline run's file: LevelDB's log format, each record a protocol buffer."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def offline_runs() -> list[list[object]]:
+    return [list(records(path)) for path in sorted((data_root() / "wandb").glob("offline-run-*/*.wandb"))]
+
+
+def steps(run: list[object]) -> list[int]:
+    return [record.history.step.num for record in run if record.WhichOneof("record_type") == "history"]
+
+
+def test_run_names_say_what_differs(monkeypatch):
+    assert run_name(make_config()) == f"v{RECIPES['training']}-ddtree-g10-b95"
+    muon = make_config(slot_weights="dpace", optimizer="muon")
+    assert run_name(muon) == f"v{RECIPES['training']}-ddtree-dpace-b95-muon"
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert tracking_mode("auto") == "offline"
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert tracking_mode("auto") == "online"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert tracking_mode("online") == "disabled"
+
+
+def test_a_continued_run_has_every_row_once_its_last_one_too_and_nothing_of_the_environment(home, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 3)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-secret")
+    states, config = make_states(LENGTHS), make_config(max_steps=9, epochs=9, validate_every=4)
+    with pytest.raises(Stopped):
+        train(config, states, group="a run", should_stop=stop_after(5))
+    artifact = train(config, states, group="a run")
+    first, second = offline_runs()
+    assert steps(first) == [2, 4]
+    assert steps(second) == [2, 4, 6, 8, 9]  # whole by itself
+    (run,) = [record.run for record in second if record.WhichOneof("record_type") == "run"][:1]
+    assert (run.run_id, run.run_group, run.project) == (artifact.key, "a run", "dflash")
+    assert run.display_name == run_name(config)
+    settings = {item.key: item.value_json for item in run.config.update}
+    assert {"gamma", "key", "hidden_states", "data", "verifier"} <= settings.keys()
+    assert artifact.key in settings["key"]
+    last = [record.history for record in second if record.WhichOneof("record_type") == "history"][-1]
+    logged = {item.key or item.nested_key[0] for item in last.item}
+    assert {"train/loss", "train/step", "validation/acceptance_length/tree4"} <= logged
+    written = b"".join(path.read_bytes() for path in (home / "wandb").rglob("*") if path.is_file())
+    assert b"planted-secret" not in written
+    assert b"0123456789abcdef" * 3 not in written
