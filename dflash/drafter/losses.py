@@ -24,6 +24,9 @@ given 32 times as much."""
 CACHED_LOGITS = 1 << 18
 """What a core's cache holds in float32: on a CPU, the passes over a chunk's logits are made a few slots at a time."""
 
+EXACT_RANKS = 1 << 12
+"""Ranks from here on are out of the reach of trees and recalls; labels that are new to a drafter are mostly there."""
+
 LARGEST_EXPONENT = 600.0
 """exp of it, times the slots of any block, is finite in float64."""
 
@@ -169,19 +172,24 @@ def _compare(q_CV: Tensor, z_CV: Tensor, lse_C: Tensor, verifier_CV: Tensor, los
 
 
 def label_ranks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """0-based rank of each label: tokens with a larger logit, and those with an equal one and a lower id."""
+    """0-based rank of each label: tokens with a larger logit, and those with an equal one and a lower id.
+
+    From EXACT_RANKS on, equal ones may be left out.
+    """
     label_N1 = logits_NV.gather(-1, labels_N[:, None])
     hits_NV = torch.empty_like(logits_NV)  # 1 and 0 in floating point: a CPU counts them four times as fast as booleans
     rank_N = torch.gt(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32)
-    # ties are rare in float32 and common in bfloat16; asking a GPU whether there are any would make the host wait
-    if (
-        logits_NV.is_cuda
-        or (torch.ge(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32) > rank_N + 1).any()
-    ):
-        ids_V = torch.arange(logits_NV.shape[-1], device=labels_N.device, dtype=torch.float32)
-        lower_NV = torch.lt(ids_V, labels_N[:, None].float(), out=torch.empty_like(logits_NV))
-        equal_NV = torch.eq(logits_NV, label_N1, out=hits_NV)
-        rank_N += equal_NV.mul_(lower_NV).sum(-1, dtype=torch.float32)
+    rows: slice | Tensor = slice(None)
+    if not logits_NV.is_cuda:  # asking a GPU which rows have ties would make the host wait
+        tied_N = torch.ge(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32) > rank_N + 1
+        rows = (tied_N & (rank_N < EXACT_RANKS)).nonzero()[:, 0]
+        if not len(rows):
+            return rank_N.long()
+    tied_NV = logits_NV[rows]
+    equal_NV = torch.eq(tied_NV, label_N1[rows], out=hits_NV[: len(tied_NV)])
+    ids_V = torch.arange(logits_NV.shape[-1], device=labels_N.device, dtype=torch.float32)
+    lower_NV = torch.lt(ids_V, labels_N[rows, None].float(), out=torch.empty_like(equal_NV))
+    rank_N[rows] += equal_NV.mul_(lower_NV).sum(-1, dtype=torch.float32)
     return rank_N.long()
 
 

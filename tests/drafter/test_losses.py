@@ -120,6 +120,8 @@ def test_ties_rank_the_lower_id_first():
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]] * 5)
     assert label_ranks(logits, torch.arange(5)).tolist() == [3, 0, 1, 2, 4]
     assert label_ranks(logits.bfloat16(), torch.arange(5)).tolist() == [3, 0, 1, 2, 4]
+    mixed = torch.cat([logits, torch.arange(5.0).expand(5, 5)])  # rows without ties between them
+    assert label_ranks(mixed, torch.arange(5).repeat(2)).tolist() == [3, 0, 1, 2, 4, 4, 3, 2, 1, 0]
 
 
 LIVE = torch.tensor([[True, True, True], [True, False, False]])
