@@ -23,6 +23,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 TREE_ATTENTION = ("auto", "eager", "sdpa")
+ROLLED_BACK = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
 VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -290,7 +291,7 @@ def check_abilities(live_prompts: int, verifier: PinnedVerifier) -> None:
             f"verifier.model: {verifier.name} has RoPE of type {verifier.rope_type!r}, which drafters do "
             "not support yet; use a verifier with plain RoPE"
         )
-    limited = [kind for kind in verifier.layer_types if kind != "full_attention"]
+    limited = [kind for kind in verifier.layer_types if kind not in ROLLED_BACK]
     if live_prompts and limited:
         raise ValueError(
             f"evaluation.live_prompts: live decoding rolls the cache back, which the {', '.join(limited)} layers of "

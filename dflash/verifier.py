@@ -1,4 +1,4 @@
-"""The frozen verifier: load, taps, final state, logits, answers, and a cache whose keys can be selected.
+"""The frozen verifier: load, taps, final state, logits, answers, and a cache that can go back.
 
 The home of Transformers. Knows nothing of corpora, stores or drafters. The final state is what comes out of the
 decoder, its last norm included, so that the logits are the LM head's output times `scale`, soft-capped: LogitRule.
@@ -10,7 +10,7 @@ M keys in a cache
 import inspect
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,12 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.utils import logging as transformers_logging
 
 from dflash.corpus.records import Response
@@ -39,6 +44,7 @@ MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 LOGITS_MAY_DIFFER = 0.02  # relative to the largest: two ways to round in bfloat16
+ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "embedding_norm")
 
 
@@ -80,6 +86,9 @@ class Verifier:
         self.head = model.get_output_embeddings()
         config = model.config.get_text_config()
         self.hidden_size: int = config.hidden_size
+        self.layer_kinds = layer_kinds(config.to_dict() | {"layer_types": getattr(config, "layer_types", None)})
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.logit_rule = logit_rule(config)
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within Transformers 5
@@ -103,8 +112,8 @@ class Verifier:
 
         The output of layer i is what Transformers calls `hidden_states[i + 1]`. `attention_mask` is None (causal, which
         is enough for rows padded on the right), the usual (B, keys) padding mask, or a boolean (1, 1, N, keys) "may
-        attend" mask; keys in `cache` count. At equal logits the lowest id is the choice. Where features alone are asked
-        for and no cache is filled, the layers behind the last tap do not run.
+        attend" mask, which layers with a window narrow; keys in `cache` count. At equal logits the lowest id is the
+        choice. Where features alone are asked for and no cache is filled, the layers behind the last tap do not run.
         """
         hidden_BTH, taps = self._run(
             input_ids_BT,
@@ -132,12 +141,10 @@ class Verifier:
         only_taps: bool = False,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Final states, and the taps in the order of `layers`. With `only_taps` there are no final states (B, 0, H)."""
-        if attention_mask is not None and attention_mask.ndim == 4:
-            # additive, because a boolean mask means "may attend" to one attention back end and is added by another
-            never = torch.finfo(self.dtype).min
-            attention_mask = torch.zeros(attention_mask.shape, dtype=self.dtype, device=self.device).masked_fill(
-                ~attention_mask.to(self.device), never
-            )
+        masks: Any = None if attention_mask is None else attention_mask.to(self.device)
+        if masks is not None and masks.ndim == 4:
+            assert position_ids is not None, "a tree's nodes do not lie one after the other"
+            masks = self._masks_by_kind(masks, position_ids.to(self.device))
         taps: dict[int, torch.Tensor] = {}
 
         def tap(layer: int) -> Any:
@@ -156,7 +163,7 @@ class Verifier:
             try:
                 output = self.decoder(
                     input_ids=input_ids_BT.to(self.device),
-                    attention_mask=None if attention_mask is None else attention_mask.to(self.device),
+                    attention_mask=masks,
                     position_ids=None if position_ids is None else position_ids.to(self.device),
                     use_cache=cache is not None,
                     **cached,
@@ -168,6 +175,25 @@ class Verifier:
                 for hook in hooks:
                     hook.remove()
         return hidden_BTH, [taps[layer] for layer in layers]
+
+    def _masks_by_kind(self, visible_11NM: torch.Tensor, positions_1N: torch.Tensor) -> Any:
+        """What the decoder adds to its scores: one mask, or where its layers differ, one for each kind of them."""
+        window = self.window
+
+        def additive(visible: torch.Tensor) -> torch.Tensor:
+            # because a boolean mask means "may attend" to one attention back end and is added by another
+            never = torch.finfo(self.dtype).min
+            return torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill(~visible, never)
+
+        if window is None or "sliding_attention" not in self.layer_kinds:
+            return additive(visible_11NM)
+        cached = visible_11NM.shape[-1] - positions_1N.shape[-1]
+        positions_M = torch.cat([torch.arange(cached, device=self.device), positions_1N[0]])
+        near_1NM = positions_M > positions_1N[..., None] - window
+        near_11NM = additive(visible_11NM & near_1NM)
+        if self.layer_kinds == ["sliding_attention"]:
+            return near_11NM
+        return {"full_attention": additive(visible_11NM), "sliding_attention": near_11NM}
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -220,7 +246,9 @@ class Verifier:
         running = list(range(len(prompt_ids)))  # rows of the batch that have not ended
         if temperature > 0:
             # on the CPU, whose generator gives the same numbers on every machine
-            draws_BN = torch.stack([_uniform(seed, max_new_tokens) for seed in seeds]).to(self.device)
+            draws_BN = torch.stack([uniform(torch.Generator().manual_seed(seed), max_new_tokens) for seed in seeds]).to(
+                self.device
+            )
             assert len(draws_BN) == len(prompt_ids), "a seed for each prompt"
         for step in range(max_new_tokens):
             padded = bool((mask_BM == 0).any())
@@ -243,7 +271,7 @@ class Verifier:
                 break
             if len(alive) < len(running):
                 kept = torch.tensor(alive, device=self.device)
-                cache.batch_select_indices(kept)
+                cache.reorder_cache(kept)  # type: ignore[arg-type]  # of all selections the one that running states know
                 mask_BM, position_ids = mask_BM[kept], position_ids[kept]
                 running = [running[i] for i in alive]
             ids_BT = torch.tensor([[chosen[i]] for i in alive], device=self.device)
@@ -262,22 +290,26 @@ class Verifier:
             weights["lm_head.bias"] = self.head.bias
         return {name: weight.detach() for name, weight in weights.items()}
 
-    def new_cache(self) -> DynamicCache:
-        """An empty cache for live decoding, every layer of which keeps every key, so that `compact` can select.
+    @property
+    def has_running_state(self) -> bool:
+        """Whether some layers remember by a state: one for all branches of a tree, so that trees cannot be verified."""
+        return bool(running_states(self.new_cache()))
 
-        Raises ValueError for a verifier with layers that look back a limited way or keep a running state.
+    def new_cache(self) -> DynamicCache:
+        """An empty cache for live decoding, which can go back: layers that look back a limited way keep every key too.
+
+        Raises ValueError for a verifier whose layers remember in a way that is not known here.
         """
-        config = self.model.config.get_text_config()
-        kinds = layer_kinds(config.to_dict() | {"layer_types": getattr(config, "layer_types", None)})
-        cached: set[Any] = {type(layer) for layer in DynamicCache(config=config).layers}
-        limited = [kind for kind in kinds if kind != "full_attention"]
-        limited = limited or sorted(kind.__name__ for kind in cached if not issubclass(kind, DynamicLayer))
-        if limited:
+        cache = DynamicCache(config=self.model.config)
+        unknown = {type(layer).__name__ for layer in cache.layers if type(layer) not in ROLLED_BACK}
+        unknown |= {"chunked_attention"}.intersection(self.layer_kinds)
+        if unknown:
             raise ValueError(
-                f"live decoding rolls the cache back, which this verifier's {', '.join(limited)} layers do not allow; "
-                "set evaluation.live_prompts to 0 (replay works for every verifier)"
+                f"live decoding rolls the cache back, which this verifier's {', '.join(sorted(unknown))} layers do not "
+                "allow; set evaluation.live_prompts to 0 (replay works for every verifier)"
             )
-        return DynamicCache()
+        cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+        return cache
 
 
 def most_likely(logits_PV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -287,15 +319,15 @@ def most_likely(logits_PV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torc
     return ids_PK.gather(-1, order_PK), best_PK - logits_PV.logsumexp(-1, keepdim=True)
 
 
-def _uniform(seed: int, number: int) -> torch.Tensor:
-    return torch.rand(number, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def uniform(generator: torch.Generator, number: int) -> torch.Tensor:
+    """Numbers in [0, 1), of which 53 bits are random."""
+    return torch.rand(number, generator=generator, dtype=torch.float64)
 
 
-def draw(logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float, top_p: float) -> torch.Tensor:
-    """Token ids (B) drawn from softmax(logits / temperature), cut to the most likely tokens that reach mass `top_p`.
+def likelihoods(logits_BV: torch.Tensor, *, temperature: float, top_p: float) -> torch.Tensor:
+    """softmax(logits / temperature), not yet divided by its sum, cut to the most likely tokens that reach mass `top_p`.
 
-    By inverting the cumulative distribution in the order of ids: one number in [0, 1) decides, and small differences
-    in logits hardly ever change the choice, as they would where tokens are ordered by probability.
+    In float64.
     """
     logits_BV = logits_BV.double()
     # less the maximum first, or a temperature close to 0 overflows
@@ -305,18 +337,66 @@ def draw(logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float
         more_likely_BV = sorted_BV.cumsum(-1) - sorted_BV
         outside_BV = more_likely_BV >= top_p * mass_BV.sum(-1, keepdim=True)
         mass_BV = mass_BV.scatter(-1, order_BV, sorted_BV.masked_fill(outside_BV, 0))
+    return mass_BV
+
+
+def pick(mass_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
+    """Token ids (B) drawn in proportion to their mass, by inverting the cumulative distribution in the order of ids.
+
+    One number in [0, 1) decides, and small differences in logits hardly ever change the choice, as they would where
+    tokens are ordered by probability.
+    """
     cumulative_BV = mass_BV.cumsum(-1)
     # in (0, total], so that the first token that reaches it has mass of its own
     reached_B1 = (1 - uniform_B)[:, None] * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, reached_B1)[:, 0]
 
 
-def compact(cache: DynamicCache, keep_N: torch.Tensor) -> None:
-    """Keep the keys at the absolute positions `keep_N`, in that order, in every layer; the others are forgotten."""
-    layers: list[Any] = list(cache.layers)  # all of them hold keys and values: see new_cache
+def draw(logits_BV: torch.Tensor, uniform_B: torch.Tensor, *, temperature: float, top_p: float) -> torch.Tensor:
+    """Token ids (B) drawn from `likelihoods`, as `pick` does."""
+    return pick(likelihoods(logits_BV, temperature=temperature, top_p=top_p), uniform_B)
+
+
+def compact(cache: DynamicCache, kept_N: torch.Tensor, *, start: int) -> None:
+    """Of the keys from position `start` on, keep those at `start + kept_N` (ascending), in every layer."""
+    layers: list[Any] = list(cache.layers)  # all of them hold keys and values, and nothing else: see `running_states`
     for layer in layers:
-        layer.keys = layer.keys.index_select(-2, keep_N.to(layer.keys.device))
-        layer.values = layer.values.index_select(-2, keep_N.to(layer.values.device))
+        for part_BHMD in (layer.keys, layer.values):
+            at_N = kept_N.to(part_BHMD.device)
+            part_BHMD[..., start : start + len(at_N), :] = part_BHMD[..., start:, :].index_select(-2, at_N)
+        layer.keys, layer.values = (part[..., : start + len(kept_N), :] for part in (layer.keys, layer.values))
+
+
+class RunningState(NamedTuple):
+    """What a layer remembers beside keys, or instead of them; how it was a token ago cannot be read from it."""
+
+    conv: dict[int, torch.Tensor]
+    recurrent: dict[int, torch.Tensor]
+
+
+def running_states(cache: DynamicCache) -> dict[int, RunningState]:
+    """Copies of the states that are not keys, by layer; empty where all layers keep keys and nothing else."""
+
+    def copies(states: Mapping[int, torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        return {number: state.clone() for number, state in states.items() if state is not None}
+
+    layers: list[Any] = list(cache.layers)
+    return {
+        number: RunningState(copies(layer.conv_states), copies(layer.recurrent_states))
+        for number, layer in enumerate(layers)
+        if hasattr(layer, "conv_states")
+    }
+
+
+def go_back(cache: DynamicCache, states: Mapping[int, RunningState], *, length: int) -> None:
+    """The cache as it was when it had `length` keys and these states, which are its own from then on."""
+    layers: list[Any] = list(cache.layers)
+    for number, layer in enumerate(layers):
+        if number in states:
+            layer.conv_states |= states[number].conv
+            layer.recurrent_states |= states[number].recurrent
+        if hasattr(layer, "keys"):
+            layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
 
 
 REMEDIES = {

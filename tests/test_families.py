@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from dflash.pinning import layer_kinds
-from dflash.verifier import FINAL_NORMS, Verifier, find_fault
+from dflash.verifier import FINAL_NORMS, Verifier, compact, find_fault, go_back, running_states
 
 TABLE = Path(__file__).parent.parent / "docs" / "families.md"
 VOCABULARY = 67
@@ -154,22 +154,38 @@ def test_a_family_is_sound(verifier: Verifier) -> None:
     assert find_fault(verifier) == ""
 
 
-def test_where_live_decoding_is_offered_a_branch_is_as_its_path_alone(verifier: Verifier) -> None:
-    try:
-        cache = verifier.new_cache()
-    except ValueError as refusal:
-        pytest.skip(str(refusal))
-    prompt_T, nodes_N = random_ids(7), random_ids(3, seed=1)  # the third node is a sibling of the second
-    visible = torch.ones(1, 1, 3, 10, dtype=torch.bool).tril(7)
-    visible[..., 2, 8] = False
+def test_where_trees_are_offered_a_branch_is_as_its_path_alone(verifier: Verifier) -> None:
+    cache = verifier.new_cache()
+    if running_states(cache):
+        pytest.skip("a running state has no branches")
+    prompt_T, nodes_N = random_ids(11), random_ids(3, seed=1)  # the third node is a sibling of the second
+    visible = torch.ones(1, 1, 3, 14, dtype=torch.bool).tril(11)
+    visible[..., 2, 12] = False
     verifier.forward(prompt_T[None], layers=[], cache=cache)
     tree = verifier.forward(
-        nodes_N[None], layers=[0, 2], attention_mask=visible, position_ids=torch.tensor([[7, 8, 8]]), cache=cache
+        nodes_N[None], layers=[0, 2], attention_mask=visible, position_ids=torch.tensor([[11, 12, 12]]), cache=cache
     )
     for node, path in enumerate([[0], [0, 1], [0, 2]]):
         alone = verifier.forward(torch.cat([prompt_T, nodes_N[path]])[None], layers=[0, 2])
         torch.testing.assert_close(tree.features_BTF[0, node], alone.features_BTF[0, -1], rtol=1e-4, atol=1e-4)
         assert tree.greedy_BT[0, node] == alone.greedy_BT[0, -1]
+
+
+def test_what_was_drafted_and_rejected_leaves_no_trace(verifier: Verifier) -> None:
+    text_T, drafted_N = random_ids(20), random_ids(5, seed=1)
+    cache = verifier.new_cache()
+    verifier.forward(text_T[None, :11], layers=[], cache=cache)
+    states = running_states(cache)
+    verifier.forward(torch.cat([text_T[11:14], drafted_N])[None], layers=[], cache=cache)
+    if states:
+        go_back(cache, states, length=11)
+        verifier.forward(text_T[None, 11:14], layers=[], cache=cache)
+    else:
+        compact(cache, torch.arange(3), start=11)
+    after = verifier.forward(text_T[None, 14:], layers=[0, 2], cache=cache)
+    whole = verifier.forward(text_T[None], layers=[0, 2])
+    torch.testing.assert_close(after.features_BTF, whole.features_BTF[:, 14:], rtol=1e-4, atol=1e-4)
+    assert torch.equal(after.greedy_BT, whole.greedy_BT[:, 14:])
 
 
 def norm_kind(norm: torch.nn.Module) -> str:
@@ -192,11 +208,7 @@ def table_row(family: Family) -> str:
     norm = next(getattr(verifier.decoder, name) for name in FINAL_NORMS if hasattr(verifier.decoder, name))
     scale, softcap = verifier.logit_rule
     logits = [text for text, is_so in (("scaled", scale != 1), ("soft-capped", softcap is not None)) if is_so]
-    try:
-        verifier.new_cache()
-        live = "yes"
-    except ValueError:
-        live = "replay only"
+    live = "chain" if running_states(verifier.new_cache()) else "chain and trees"
     cells = (
         family.name,
         f"`{family.model_class}`",
@@ -213,8 +225,9 @@ HEADER = """\
 
 Written by `DFLASH_UPDATE_FAMILIES=1 pytest tests/test_families.py`. For a tiny random model of each class, the tests
 check that taps, final state, greedy choices, logits and log-probabilities are those of the whole model, that rows in a
-padded batch are as each row alone, and that nothing behind the last tap runs where only taps are asked for. A family
-that is not listed is checked in the same way on a short text whenever it is loaded, and refused where it differs.
+padded batch are as each row alone, that nothing behind the last tap runs where only taps are asked for, and that live
+decoding leaves no trace of what it rejected. A family that is not listed is checked on a short text whenever it is
+loaded, and refused where taps or logits differ.
 
 The final norm is part of the stored final state. *w* is its weight. Logits are the LM head's output, scaled or
 soft-capped where the table says so.

@@ -85,9 +85,12 @@ def test_where_its_answers_end_is_part_of_the_identity(folder: Path) -> None:
 
 def test_what_the_layers_do_not_allow_is_refused_before_anything_runs(folder: Path) -> None:
     check_abilities(4, pinned(folder))
-    rewrite(folder / "config.json", layer_types=["linear_attention", "full_attention"])
+    for kind in ("linear_attention", "sliding_attention"):
+        rewrite(folder / "config.json", layer_types=[kind, "full_attention"])
+        check_abilities(4, pinned(folder))
+    rewrite(folder / "config.json", layer_types=["chunked_attention", "full_attention"])
     check_abilities(0, pinned(folder))
-    with pytest.raises(ValueError, match=r"evaluation.live_prompts: .* linear_attention .* set it to 0"):
+    with pytest.raises(ValueError, match=r"evaluation.live_prompts: .* chunked_attention .* set it to 0"):
         check_abilities(4, pinned(folder))
     rewrite(folder / "config.json", rope_parameters={"rope_type": "llama3", "rope_theta": 5e5})
     with pytest.raises(ValueError, match=r"verifier.model: .* RoPE of type 'llama3'"):

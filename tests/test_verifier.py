@@ -14,6 +14,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -158,7 +160,7 @@ def test_a_tree_in_one_pass_equals_each_of_its_paths_alone(kind: str) -> None:
         assert greedy_1N[0, node] == greedy[0, -1]
 
     # and once a path is accepted, the cache goes on as if nothing else had been drafted
-    compact(cache, torch.tensor([*range(6), *(6 + node for node in paths[4])]))
+    compact(cache, torch.tensor(paths[4]), start=6)
     assert cache.get_seq_length() == 6 + len(paths[4])
     more_T = random_ids(2, seed=5)
     features, *_ = v.forward(more_T[None], layers=[2], cache=cache)
@@ -275,10 +277,10 @@ def test_frozen_weights_hold_the_head_only_where_it_is_not_the_embedding(tied: b
     assert torch.equal(hidden @ head.T, v.model(input_ids=random_ids(1, 4)).logits)
 
 
-def test_a_verifier_that_looks_back_a_limited_way_cannot_decode_live() -> None:
-    config = Qwen3Config(**SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=2, eos_token_id=None)
-    with pytest.raises(ValueError, match=r"sliding_attention.*evaluation.live_prompts to 0"):
-        Verifier(Qwen3ForCausalLM(config), None, eos_ids=frozenset()).new_cache()
+def test_layers_that_look_at_chunks_of_the_text_cannot_decode_live() -> None:
+    config = Llama4TextConfig(**SIZES, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=4)
+    with pytest.raises(ValueError, match=r"chunked_attention.*evaluation.live_prompts to 0"):
+        Verifier(Llama4ForCausalLM(config), None, eos_ids=frozenset()).new_cache()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -22,8 +22,8 @@ class Trees:
     """One tree per block, nodes best first; a parent precedes its children, so the first b nodes are a tree as well.
 
     `parents_BN` holds the node's number within the block, -1 for the root. `depths_BN` is the slot, 1..S.
-    `scores_BN` is the prefix's log-probability, summed from the root; -inf marks the end of a tree with fewer than N nodes, where
-    the other arrays mean nothing.
+    `scores_BN` is the prefix's log-probability, summed from the root; -inf marks the end of a tree with fewer than N
+    nodes, where the other arrays mean nothing.
     """
 
     tokens_BN: Tensor  # noqa: N815

@@ -1,25 +1,52 @@
 """Replay: every round of a response recomputed from the drafter alone, without the verifier.
 
-Under greedy verification the committed text is the verifier's own, whatever was drafted. So with the hidden states of
-a response at hand, what each round would have accepted follows from one teacher-forced pass over all anchors, and the
-rounds are a walk through it. A tree accepts a slot if the label prefix is among its nodes, and the first b nodes of a
-larger tree are the tree of budget b, so one pass serves every budget. Knows no file and no verifier.
+The committed text is the verifier's own, whatever was drafted, under greedy verification and where it samples and
+matches. So with the hidden states of a response at hand, what each round would have accepted follows from one
+teacher-forced pass over all anchors, and the rounds are a walk through it. A tree accepts a slot if the label prefix is
+among its nodes, and the first b nodes of a larger tree are the tree of budget b, so one pass serves every budget.
+Under rejection sampling the rounds depend on chance even when the text is given; their expectation does not.
+Knows no file and no verifier.
 
-A anchors, S slots, K candidates per slot, T tokens, H hidden, V vocabulary, N = A * S
+A anchors, S slots, K candidates per slot, T tokens of a row, P tokens of several rows, H hidden, V vocabulary
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
-from dflash.decoding.acceptance import CHAIN, Acceptance, method_name, walk_rounds
+from dflash.decoding.acceptance import CHAIN, Acceptance, anchors, method_name, walk_rounds
 from dflash.decoding.ddtree import accepted_within, best_first, chain, label_order, top_tokens
-from dflash.drafter.model import Context, Drafter, Ends
+from dflash.decoding.responses import RECALL_AT
+from dflash.decoding.sampling import Expected, expected_rounds, kept
+from dflash.drafter.blocks import Documents
+from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates
 
-ANCHORS_PER_PASS = 128
+ANCHORS_PER_PASS = 256
+TOKENS_PER_PASS = 4096
 LOGITS_PER_PASS = 2**26  # 256 MB of float32
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What became of one response of `num_tokens`, by method (chain, tree16, …).
+
+    `accepted` has the accepted count of each round, `expected` the drafter's own expectation of it, cut by nothing: the
+    sum of the probabilities of the round's nodes. `accepted_at` has the accepted count of a round from each token but
+    the last. `recall_hits` counts, for each K of RECALL_AT, the slots whose label is among the drafter's K most
+    probable tokens, of `recall_slots` slots within the response. `rejection` is None where it was not asked for.
+    """
+
+    num_tokens: int
+    accepted: dict[str, list[int]]
+    expected: dict[str, list[float]]
+    accepted_at: dict[str, list[int]]
+    recall_hits: tuple[int, ...]
+    recall_slots: int
+    rejection: Expected | None = None
 
 
 def response_span(loss_mask_T: Tensor) -> tuple[int, int]:
@@ -31,54 +58,62 @@ def response_span(loss_mask_T: Tensor) -> tuple[int, int]:
     return first, end
 
 
-def draft_tokens(
-    drafter: Drafter, ends: Ends, anchor_ids_A: Tensor, *, anchors_A: Tensor, context: Context, k: int
-) -> tuple[Tensor, Tensor]:
-    """The drafter's k best tokens of each slot after each anchor: float32 log-probabilities (A, S, k) and ids."""
-    hidden_ASH = drafter.draft(ends, anchor_ids_A, anchors_A=anchors_A, context=context)
-    hidden_NH = hidden_ASH.flatten(0, 1)
+def best_tokens(ends: Ends, hidden_ASH: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
+    """The drafter's k best tokens of each slot: float32 log-probabilities (A, S, k) and ids."""
     parts = [
         top_tokens(ends.logits(part_NH).float().log_softmax(-1), k)
-        for part_NH in hidden_NH.split(max(1, LOGITS_PER_PASS // ends.vocab_size))
+        for part_NH in hidden_ASH.flatten(0, 1).split(max(1, LOGITS_PER_PASS // ends.vocab_size))
     ]
     values_NK, ids_NK = (torch.cat(part) for part in zip(*parts, strict=True))
     return values_NK.unflatten(0, hidden_ASH.shape[:2]), ids_NK.unflatten(0, hidden_ASH.shape[:2])
 
 
-@torch.no_grad()
-def replay(drafter: Drafter, ends: Ends, row: RowStates, *, budgets: Sequence[int]) -> dict[str, list[int]]:
-    """The accepted count of each round of a row's response, for the chain and the tree of each budget.
+def log_probabilities(ends: Ends, hidden: Tensor, ids: Tensor, *, temperature: float) -> Tensor:
+    """Of one token each, `ids` (…), under the logits of `hidden` (…, H) at a temperature; float64."""
+    parts = [
+        (ends.logits(part_NH).double() / temperature).log_softmax(-1).gather(-1, ids_N[:, None])[:, 0]
+        for part_NH, ids_N in zip(
+            *(x.split(max(1, LOGITS_PER_PASS // ends.vocab_size)) for x in (hidden.flatten(0, -2), ids.flatten())),
+            strict=True,
+        )
+    ]
+    return torch.cat(parts).view(ids.shape)
+
+
+def replay_responses(
+    drafter: Drafter,
+    ends: Ends,
+    rows: Iterable[RowStates],
+    *,
+    budgets: Sequence[int],
+    temperature: float = 0.0,
+    names: Iterable[str] | None = None,
+) -> Iterator[Replayed]:
+    """Replay rows, in their order; as many at a time as make a pass of TOKENS_PER_PASS.
 
     Rounds are those of `acceptance.walk_rounds`; the response is `response_span`, its last token the end. A response of
-    one token has no rounds.
+    one token has no rounds. Above temperature 0, `rejection` is what rejection sampling expects: of responses that were
+    drawn at that temperature, and whose final states are stored.
+
+    Raises ValueError naming the row where the drafter's logits are not numbers, or final states are missing.
     """
-    device = drafter.fc.weight.device
-    first, end = response_span(row.loss_mask_T)
-    ids_T = row.input_ids_T[:end].to(device, torch.int64)
-    context = drafter.context(row.features_TF[: end - 1].to(device))
-    slots_S = torch.arange(1, drafter.config.block_size, device=device)
-    accepted_at: dict[str, list[int]] = {method: [] for method in (CHAIN, *map(method_name, budgets))}
-    for start in range(first, end - 1, ANCHORS_PER_PASS):
-        anchors_A = torch.arange(start, min(start + ANCHORS_PER_PASS, end - 1), device=device)
-        values_ASK, candidates_ASK = draft_tokens(
-            drafter,
-            ends,
-            ids_T[anchors_A],
-            anchors_A=anchors_A,
-            context=context,
-            k=min(max(budgets, default=1), ends.vocab_size),
-        )
-        labels_AS = anchors_A[:, None] + slots_S
-        live_AS = labels_AS < end
-        labels_AS = ids_T[labels_AS.clamp(max=end - 1)]
-        order_AS = label_order(chain(values_ASK, candidates_ASK), labels_AS, live_AS)
-        accepted_at[CHAIN] += accepted_within(order_AS, len(slots_S)).tolist()
-        if budgets:
-            trees = best_first(values_ASK, candidates_ASK, budget=max(budgets))
-            order_AS = label_order(trees, labels_AS, live_AS)
-            for budget in budgets:
-                accepted_at[method_name(budget)] += accepted_within(order_AS, budget).tolist()
-    return {method: walk_rounds(accepted, num_tokens=end - first) for method, accepted in accepted_at.items()}
+    group: list[_Response] = []
+    num_tokens = 0
+    for name, row in zip(names or map("row {}".format, count()), rows, strict=False):
+        response = _Response(name, row, *response_span(row.loss_mask_T))
+        num_tokens += response.end
+        if group and num_tokens > TOKENS_PER_PASS:
+            yield from _replay_together(drafter, ends, group, budgets=budgets, temperature=temperature)
+            group, num_tokens = [], response.end
+        group.append(response)
+    if group:
+        yield from _replay_together(drafter, ends, group, budgets=budgets, temperature=temperature)
+
+
+def replay(drafter: Drafter, ends: Ends, row: RowStates, *, budgets: Sequence[int]) -> dict[str, list[int]]:
+    """The accepted count of each round of a row's response, for the chain and the tree of each budget."""
+    [replayed] = replay_responses(drafter, ends, [row], budgets=budgets)
+    return replayed.accepted
 
 
 def replay_rows(
@@ -86,10 +121,104 @@ def replay_rows(
 ) -> dict[str, Acceptance]:
     """Replay of many rows, summed: the acceptance of each method, for validation."""
     totals = {method: Acceptance() for method in (CHAIN, *map(method_name, budgets))}
-    for row in rows:
-        first, end = response_span(row.loss_mask_T)
-        for method, accepted in replay(drafter, ends, row, budgets=budgets).items():
+    for response in replay_responses(drafter, ends, rows, budgets=budgets):
+        for method, accepted in response.accepted.items():
             totals[method] += Acceptance.of_response(
-                accepted, num_tokens=end - first, num_slots=drafter.config.block_size - 1
+                accepted, num_tokens=response.num_tokens, num_slots=drafter.config.block_size - 1
             )
     return totals
+
+
+@dataclass(frozen=True)
+class _Response:
+    """A row, and the tokens [first, end) of it that are replayed."""
+
+    name: str
+    row: RowStates
+    first: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.first
+
+    def blocks(self, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Each anchor, its id, and the labels (A, S) of its slots with those that live: within the response."""
+        ids_T = self.row.input_ids_T[: self.end].long()
+        anchors_A = torch.arange(self.first, self.end - 1)
+        at_AS = anchors_A[:, None] + torch.arange(1, num_slots + 1)
+        return anchors_A, ids_T[anchors_A], ids_T[at_AS.clamp(max=self.end - 1)], at_AS < self.end
+
+
+@torch.no_grad()
+def _replay_together(
+    drafter: Drafter, ends: Ends, group: Sequence[_Response], *, budgets: Sequence[int], temperature: float
+) -> Iterator[Replayed]:
+    device, num_slots = drafter.fc.weight.device, drafter.config.block_size - 1
+    features_PF = torch.cat([one.row.features_TF[: one.end - 1].to(device) for one in group])
+    documents = Documents(tuple(one.end - 1 for one in group))
+    context = drafter.context(features_PF, documents)
+    sizes = [one.num_tokens - 1 for one in group]
+    number_A = torch.arange(len(group)).repeat_interleave(torch.tensor(sizes))
+    offset_A = torch.tensor(documents.offsets)[number_A].to(device)
+    anchors_A, ids_A, labels_AS, live_AS = (
+        torch.cat(part).to(device) for part in zip(*(one.blocks(num_slots) for one in group), strict=True)
+    )
+
+    methods = (CHAIN, *map(method_name, budgets))
+    counts, masses, log_q = [], [], []
+    for part in torch.arange(len(anchors_A), device=device).split(ANCHORS_PER_PASS):
+        hidden_ASH = drafter.draft(ends, ids_A[part], anchors_A=(offset_A + anchors_A)[part], context=context)
+        k = min(max([*budgets, RECALL_AT[-1]]), ends.vocab_size)
+        values_ASK, candidates_ASK = best_tokens(ends, hidden_ASH, k=k)
+        for bad in part[values_ASK[..., 0].isnan().any(-1)][:1].tolist():
+            raise ValueError(
+                f"replay: {group[int(number_A[bad])].name}: the drafter's logits after token {anchors_A[bad]} are not "
+                "numbers; train the drafter again, or look for damage in the hidden states with dflash verify"
+            )
+        order_AS = label_order(chain(values_ASK, candidates_ASK), labels_AS[part], live_AS[part])
+        accepted = [accepted_within(order_AS, num_slots)]
+        expected = [values_ASK[..., 0].double().cumsum(-1).exp().sum(-1)]
+        if budgets:
+            trees = best_first(values_ASK, candidates_ASK, budget=max(budgets))
+            order_AS = label_order(trees, labels_AS[part], live_AS[part])
+            mass_AN = trees.scores_BN.double().exp().cumsum(-1)
+            accepted += [accepted_within(order_AS, budget) for budget in budgets]
+            expected += [mass_AN[:, min(budget, mass_AN.shape[1]) - 1] for budget in budgets]
+        found_ASK = (candidates_ASK == labels_AS[part][..., None]) & live_AS[part][..., None]
+        hits = [found_ASK[..., :best].sum((1, 2)) for best in RECALL_AT]
+        counts.append(torch.stack([*accepted, *hits], dim=-1))
+        masses.append(torch.stack(expected, dim=-1))
+        if temperature > 0:
+            log_q.append(log_probabilities(ends, hidden_ASH, labels_AS[part], temperature=temperature))
+
+    each = [torch.cat(parts).cpu().split(sizes) for parts in (counts, masses, [live_AS], log_q) if parts]
+    for one, counts_AX, masses_AM, own_live_AS, *own_log_q in zip(group, *each, strict=True):
+        accepted_at = dict(zip(methods, counts_AX[:, : len(methods)].T.tolist(), strict=True))
+        rounds = {m: walk_rounds(at, num_tokens=one.num_tokens) for m, at in accepted_at.items()}
+        starts = {m: anchors(accepted, num_tokens=one.num_tokens) for m, accepted in rounds.items()}
+        yield Replayed(
+            num_tokens=one.num_tokens,
+            accepted=rounds,
+            expected={m: masses_AM[starts[m], number].tolist() for number, m in enumerate(methods)},
+            accepted_at=accepted_at,
+            recall_hits=tuple(counts_AX[:, len(methods) :].sum(0).tolist()),
+            recall_slots=int(own_live_AS.sum()),
+            rejection=_rejection(one, ends, own_log_q[0], own_live_AS, temperature=temperature) if own_log_q else None,
+        )
+
+
+def _rejection(one: _Response, ends: Ends, log_q_AS: Tensor, live_AS: Tensor, *, temperature: float) -> Expected:
+    if one.row.final_TH is None:
+        raise ValueError(
+            f"replay: {one.name} has no final states, from which rejection sampling is replayed; extract the hidden "
+            "states again with extraction.store_final"
+        )
+    device = ends.embedding_VH.device
+    final_AH = one.row.final_TH[one.first : one.end - 1].to(device)  # each gives the distribution of the next token
+    next_A = one.row.input_ids_T[one.first + 1 : one.end].long().to(device)
+    log_p_A = log_probabilities(ends, final_AH, next_A, temperature=temperature).cpu()
+    num_anchors, num_slots = log_q_AS.shape
+    at_AS = torch.arange(num_anchors)[:, None] + torch.arange(num_slots)
+    log_p_AS = log_p_A[at_AS.clamp(max=num_anchors - 1)]
+    return expected_rounds(kept(log_p_AS, log_q_AS) * live_AS)

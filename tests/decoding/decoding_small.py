@@ -1,9 +1,10 @@
 """Small real verifiers with random weights, their greedy answers, and drafters that are right now and then."""
 
 import random
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+import transformers
 
 from dflash.decoding.replay import response_span
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
@@ -13,29 +14,54 @@ from dflash.verifier import Verifier
 
 LAYERS = (1, 3)
 VOCAB = 61
-ARCHITECTURES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+WINDOW = 4
+ALTERNATING = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+    "sliding_window": WINDOW,
+}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": WINDOW}),
+    "gemma3": ("Gemma3ForCausalLM", {**ALTERNATING, "query_pre_attn_scalar": 8}),
+    "gpt_oss": ("GptOssForCausalLM", {
+        **ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }),
+    "qwen3_5": ("Qwen3_5ForCausalLM", DELTA),
+    "qwen3_next": ("Qwen3NextForCausalLM", {**DELTA, **EXPERTS, "num_experts": 4}),
+}  # fmt: skip
+DENSE, SLIDING, HYBRID = ("qwen3", "llama"), ("mistral", "gemma3", "gpt_oss"), ("qwen3_5", "qwen3_next")
 
 
 def make_verifier(kind: str = "qwen3", *, seed: int = 0, eos: int = 7) -> Verifier:
-    config_class, model_class = ARCHITECTURES[kind]
-    config = config_class(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        initializer_range=0.3,  # wide, so that answers wander and choices are clear
-        tie_word_embeddings=kind == "llama",
-        bos_token_id=None,
-        eos_token_id=eos,
-        pad_token_id=None,
-    )
+    class_name, settings = KINDS[kind]
+    model_class = getattr(transformers, class_name)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,  # wide, so that answers wander and choices are clear
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": eos,
+        "pad_token_id": None,
+    }
+    if "layer_types" in settings:
+        settings = settings | {"layer_types": settings["layer_types"][: sizes["num_hidden_layers"]]}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = model_class(model_class.config_class(**sizes | settings))
     return Verifier(model, None, eos_ids=frozenset([eos]))
 
 
@@ -50,21 +76,22 @@ def make_row(
 ) -> RowStates:
     """As extraction stores it."""
     ids_1T = torch.tensor([prompt + response])
-    features_1TF, greedy_1T, *_ = verifier.forward(ids_1T, layers=LAYERS)
+    outputs = verifier.forward(ids_1T, layers=LAYERS, final=True)
     supervised_T = torch.arange(ids_1T.shape[1]) >= len(prompt)
-    return RowStates(as_stored(features_1TF[0], storage_dtype).clone(), ids_1T[0], supervised_T, greedy_1T[0].clone())
+    features_TF = as_stored(outputs.features_BTF[0], storage_dtype).clone()
+    return RowStates(features_TF, ids_1T[0], supervised_T, outputs.greedy_BT[0].clone(), outputs.final_BTH[0].clone())
 
 
 def make_ends(verifier: Verifier) -> Ends:
     return Ends(verifier.frozen_weights(), dtype=torch.float32)
 
 
-def make_drafter(verifier: Verifier, *, block_size: int = 6, seed: int = 0) -> Drafter:
+def make_drafter(verifier: Verifier, *, block_size: int = 6, seed: int = 0, mask_token_id: int = VOCAB - 1) -> Drafter:
     config = DrafterConfig.from_verifier(
         verifier.model.config.to_dict(),
         block_size=block_size,
         num_layers=1,
-        mask_token_id=VOCAB - 1,
+        mask_token_id=mask_token_id,
         target_layer_ids=list(LAYERS),
     )
     return Drafter(config, generator=torch.Generator().manual_seed(seed)).eval()

@@ -7,7 +7,7 @@ from decoding_small import make_drafter, make_ends, make_prompts, make_row, make
 from dflash.decoding import replay as replay_module
 from dflash.decoding.acceptance import Acceptance
 from dflash.decoding.ddtree import best_first, chain
-from dflash.decoding.replay import draft_tokens, replay, replay_rows, response_span
+from dflash.decoding.replay import best_tokens, replay, replay_rows, response_span
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates
 
@@ -35,7 +35,8 @@ def rounds_one_by_one(drafter: Drafter, ends: Ends, row: RowStates, *, budget: i
     while anchor < end - 1:
         context = drafter.context(row.features_TF[:anchor])
         ids_A, anchors_A = row.input_ids_T[anchor : anchor + 1], torch.tensor([anchor])
-        candidates = draft_tokens(drafter, ends, ids_A, anchors_A=anchors_A, context=context, k=ends.vocab_size)
+        hidden_ASH = drafter.draft(ends, ids_A, anchors_A=anchors_A, context=context)
+        candidates = best_tokens(ends, hidden_ASH, k=ends.vocab_size)
         trees = chain(*candidates) if budget is None else best_first(*candidates, budget=budget)
         tokens, parents = trees.tokens_BN[0].tolist(), trees.parents_BN[0].tolist()
         at, accepted = -1, 0
