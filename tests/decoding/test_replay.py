@@ -1,13 +1,16 @@
 """Replay against its definition: draft round by round from a growing context."""
 
+import copy
+
 import pytest
 import torch
 from decoding_small import make_drafter, make_ends, make_prompts, make_row, make_verifier, teach
 
 from dflash.decoding import replay as replay_module
 from dflash.decoding.acceptance import Acceptance
-from dflash.decoding.ddtree import best_first, chain
-from dflash.decoding.replay import best_tokens, replay, replay_rows, response_span
+from dflash.decoding.ddtree import Trees, best_first, chain
+from dflash.decoding.replay import best_tokens, replay, replay_responses, replay_rows, response_span
+from dflash.decoding.responses import recall_hits
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates
 
@@ -28,16 +31,22 @@ def taught() -> tuple[Drafter, Ends, list[RowStates]]:
 
 
 @torch.no_grad()
-def rounds_one_by_one(drafter: Drafter, ends: Ends, row: RowStates, *, budget: int | None) -> list[int]:
-    """The chain's (no budget) or a tree's, by walking the nodes of each round's own tree."""
+def tree_at(drafter: Drafter, ends: Ends, row: RowStates, anchor: int, *, budget: int | None) -> Trees:
+    """The chain (no budget) or the tree of a round from that token, drafted from the context before it."""
+    context = drafter.context(row.features_TF[:anchor])
+    ids_A, anchors_A = row.input_ids_T[anchor : anchor + 1], torch.tensor([anchor])
+    candidates = best_tokens(ends, drafter.draft(ends, ids_A, anchors_A=anchors_A, context=context), k=ends.vocab_size)
+    return chain(*candidates) if budget is None else best_first(*candidates, budget=budget)
+
+
+def rounds_one_by_one(
+    drafter: Drafter, ends: Ends, row: RowStates, *, budget: int | None
+) -> tuple[list[int], list[float]]:
+    """What each round accepts, by walking the nodes of its own tree, and the sum of their probabilities."""
     anchor, end = response_span(row.loss_mask_T)
-    rounds = []
+    rounds, expected = [], []
     while anchor < end - 1:
-        context = drafter.context(row.features_TF[:anchor])
-        ids_A, anchors_A = row.input_ids_T[anchor : anchor + 1], torch.tensor([anchor])
-        hidden_ASH = drafter.draft(ends, ids_A, anchors_A=anchors_A, context=context)
-        candidates = best_tokens(ends, hidden_ASH, k=ends.vocab_size)
-        trees = chain(*candidates) if budget is None else best_first(*candidates, budget=budget)
+        trees = tree_at(drafter, ends, row, anchor, budget=budget)
         tokens, parents = trees.tokens_BN[0].tolist(), trees.parents_BN[0].tolist()
         at, accepted = -1, 0
         for label in row.input_ids_T[anchor + 1 : end].tolist():
@@ -46,20 +55,98 @@ def rounds_one_by_one(drafter: Drafter, ends: Ends, row: RowStates, *, budget: i
                 break
             at, accepted = found[0], accepted + 1
         rounds.append(accepted)
+        expected.append(float(trees.scores_BN.exp().sum()))
         anchor += accepted + 1
-    return rounds
+    return rounds, expected
 
 
 def test_one_pass_gives_the_rounds_of_drafting_one_by_one(taught: tuple[Drafter, Ends, list[RowStates]]) -> None:
     drafter, ends, rows = taught
     seen: set[int] = set()
-    for row in rows[:12]:
-        rounds = replay(drafter, ends, row, budgets=BUDGETS)
-        assert rounds["chain"] == rounds_one_by_one(drafter, ends, row, budget=None)
-        for budget in BUDGETS:
-            assert rounds[f"tree{budget}"] == rounds_one_by_one(drafter, ends, row, budget=budget)
-        seen |= {accepted for counts in rounds.values() for accepted in counts}
+    replays = replay_responses(drafter, ends, rows[:12], budgets=BUDGETS)
+    for row, replayed in zip(rows[:12], replays, strict=True):
+        for method, budget in (("chain", None), *((f"tree{budget}", budget) for budget in BUDGETS)):
+            rounds, expected = rounds_one_by_one(drafter, ends, row, budget=budget)
+            assert replayed.accepted[method] == rounds
+            assert replayed.expected[method] == pytest.approx(expected, rel=1e-4)
+            seen |= set(rounds)
     assert seen >= {0, 1, 2, 3}, "the drafter must be partly right for this test to say anything"
+
+
+def test_accepted_at_is_what_a_round_from_each_token_accepts(taught: tuple[Drafter, Ends, list[RowStates]]) -> None:
+    drafter, ends, rows = taught
+    row = next(row for row in rows if len(row.input_ids_T) > 40)
+    first, end = response_span(row.loss_mask_T)
+    [replayed] = replay_responses(drafter, ends, [row], budgets=[8])
+    assert replayed.num_tokens == end - first
+    for number, anchor in enumerate(range(first, end - 1)):
+        drafted = tree_at(drafter, ends, row, anchor, budget=None).tokens_BN[0].tolist()
+        same = [a == b for a, b in zip(drafted, row.input_ids_T[anchor + 1 : end].tolist(), strict=False)]
+        assert replayed.accepted_at["chain"][number] == [*same, False].index(False)
+    assert len(replayed.accepted_at["tree8"]) == end - first - 1
+
+
+@torch.no_grad()
+def test_recall_counts_the_labels_among_the_best_of_their_slots(taught: tuple[Drafter, Ends, list[RowStates]]) -> None:
+    drafter, ends, rows = taught
+    row = next(row for row in rows if len(row.input_ids_T) > 40)
+    first, end = response_span(row.loss_mask_T)
+    ranks = []
+    for anchor in range(first, end - 1):
+        context = drafter.context(row.features_TF[:anchor])
+        ids_A, anchors_A = row.input_ids_T[anchor : anchor + 1], torch.tensor([anchor])
+        logits_SV = ends.logits(drafter.draft(ends, ids_A, anchors_A=anchors_A, context=context)[0])
+        for logits_V, label in zip(logits_SV, row.input_ids_T[anchor + 1 : end].tolist(), strict=False):
+            ranks.append(int((logits_V > logits_V[label]).sum()))
+    [replayed] = replay_responses(drafter, ends, [row], budgets=[8])
+    assert replayed.recall_slots == len(ranks)
+    assert replayed.recall_hits == recall_hits(ranks)
+    assert 0 < replayed.recall_hits[0] < replayed.recall_hits[-1] == len(ranks)  # 64 are more than there are tokens
+
+
+def test_rows_replayed_together_are_as_each_row_alone(
+    taught: tuple[Drafter, Ends, list[RowStates]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, ends, rows = taught
+    alone = [one for row in rows for one in replay_responses(drafter, ends, [row], budgets=BUDGETS, temperature=0.5)]
+    for tokens in (4096, 100, 1):
+        monkeypatch.setattr(replay_module, "TOKENS_PER_PASS", tokens)
+        together = list(replay_responses(drafter, ends, rows, budgets=BUDGETS, temperature=0.5))
+        for one, other in zip(together, alone, strict=True):
+            assert (one.accepted, one.accepted_at, one.recall_hits) == (
+                other.accepted,
+                other.accepted_at,
+                other.recall_hits,
+            )
+            for method in one.expected:
+                assert one.expected[method] == pytest.approx(other.expected[method], rel=1e-4)
+            assert one.rejection == pytest.approx(other.rejection, rel=1e-4)
+
+
+def test_logits_that_are_not_numbers_are_an_error_that_names_row_and_token(
+    taught: tuple[Drafter, Ends, list[RowStates]],
+) -> None:
+    drafter, ends, rows = taught
+    row = next(row for row in rows if len(row.input_ids_T) > 40)
+    ids = row.input_ids_T.tolist()
+    token = next(token for token in range(20, 40) if ids.index(ids[token]) == token)
+    broken = copy.copy(ends)
+    broken.embedding_VH = ends.embedding_VH.clone()
+    broken.embedding_VH[ids[token]] = torch.nan
+    sound = [other for other in rows if ids[token] not in other.input_ids_T][:2]
+    message = f"after token {token} are not numbers; .*dflash verify$"
+    with pytest.raises(ValueError, match="^replay: row 2: .*" + message):
+        list(replay_responses(drafter, broken, [*sound, row], budgets=[8]))
+    with pytest.raises(ValueError, match="^replay: that one: .*" + message):
+        list(replay_responses(drafter, broken, [sound[0], row], budgets=[], names=["this one", "that one"]))
+
+
+def test_rejection_is_replayed_from_final_states(taught: tuple[Drafter, Ends, list[RowStates]]) -> None:
+    drafter, ends, rows = taught
+    [replayed] = replay_responses(drafter, ends, rows[:1], budgets=[])
+    assert replayed.rejection is None
+    with pytest.raises(ValueError, match=r"row 0 has no final states.*extraction.store_final"):
+        list(replay_responses(drafter, ends, [rows[0]._replace(final_TH=None)], budgets=[], temperature=1.0))
 
 
 def test_anchors_in_chunks_change_nothing(
