@@ -127,13 +127,16 @@ def test_logits_that_are_not_numbers_are_an_error_that_names_row_and_token(
     taught: tuple[Drafter, Ends, list[RowStates]],
 ) -> None:
     drafter, ends, rows = taught
-    row = next(row for row in rows if len(row.input_ids_T) > 40)
-    ids = row.input_ids_T.tolist()
-    token = next(token for token in range(20, 40) if ids.index(ids[token]) == token)
+    row, token = next(
+        (row, token)
+        for row in rows
+        for token in range(response_span(row.loss_mask_T)[0] + 3, len(row.input_ids_T) - 1)
+        if row.input_ids_T[token] not in row.input_ids_T[:token]
+    )
     broken = copy.copy(ends)
     broken.embedding_VH = ends.embedding_VH.clone()
-    broken.embedding_VH[ids[token]] = torch.nan
-    sound = [other for other in rows if ids[token] not in other.input_ids_T][:2]
+    broken.embedding_VH[row.input_ids_T[token]] = torch.nan
+    sound = [other for other in rows if row.input_ids_T[token] not in other.input_ids_T][:2]
     message = f"after token {token} are not numbers; .*dflash verify$"
     with pytest.raises(ValueError, match="^replay: row 2: .*" + message):
         list(replay_responses(drafter, broken, [*sound, row], budgets=[8]))
