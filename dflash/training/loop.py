@@ -26,6 +26,7 @@ from torch import Tensor
 from dflash.config import TrainingConfig
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
+from dflash.drafter.initialisation import initialise
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
 from dflash.hidden.store import HiddenStates, Row
 from dflash.keys import RECIPES, training_key
@@ -115,10 +116,11 @@ def _train(
     )
     total = len(plan)
     ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
-    state = new_state(config, store, verifier, ranks)
+    checkpoint = newest(folder, ranks)
+    state = new_state(config, store, ranks, verifier=verifier, continued=checkpoint is not None)
     parameters = list(state.drafter.parameters())
     settings = key.model_dump(mode="json", include={"recipe", "config", "inputs"})
-    if checkpoint := newest(folder, ranks):
+    if checkpoint:
         refuse_changes(
             checkpoint.settings, settings, folder=folder, step=checkpoint.step, accepted=config.accept_changes
         )
@@ -314,17 +316,24 @@ def _train(
     return artifact
 
 
-def new_state(config: TrainingConfig, store: HiddenStates, verifier: PinnedVerifier | None, ranks: Ranks) -> State:
-    """A drafter as it starts, with its optimizers, held as the configuration says."""
+def new_state(
+    config: TrainingConfig, store: HiddenStates, ranks: Ranks, *, verifier: PinnedVerifier | None, continued: bool
+) -> State:
+    """A drafter as it starts, with its optimizers, held as the configuration says. One to be `continued` is new."""
     shape = DrafterConfig.from_verifier(
         store.verifier_config,
         block_size=config.block_size,
         num_layers=config.num_layers,
         mask_token_id=config.mask_token_id,
         target_layer_ids=store.info["target_layer_ids"],
+        **config.shape.model_dump(),
     )
-    generator = torch.Generator().manual_seed(derived_seed(config.seed))
-    drafter = Drafter(shape, generator=generator).to(ranks.device)
+    drafter = Drafter(shape, generator=torch.Generator().manual_seed(derived_seed(config.seed)))
+    if ranks.first and not continued:
+        layers = layers_of(verifier, config.num_layers) if config.initialisation == "verifier" else None
+        initialise(drafter, config.initialisation, verifier_layers=layers)
+    drafter = drafter.to(ranks.device)
+    ranks.spread(drafter.state_dict().values())
     if config.parallel == "fsdp" and ranks.world > 1:
         shard(drafter, ranks, dtype=getattr(torch, config.dtype))
     optimizers = make_optimizers(
@@ -355,6 +364,16 @@ def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:
             "generate longer responses or raise tokenization.max_length"
         )
     return usable, validation_rows
+
+
+def layers_of(verifier: PinnedVerifier | None, count: int) -> dict[str, Tensor]:
+    """The verifier's last layers, for a drafter to start from. It is loaded for that, on the CPU, and let go."""
+    if verifier is None:
+        raise ValueError("training.initialisation: verifier needs the verifier itself; train in its pipeline")
+    from dflash.last_layers import last_layers  # these load Transformers, which other starts do without
+    from dflash.verifier import load_verifier
+
+    return last_layers(load_verifier(verifier.model_copy(update={"device": "cpu", "device_map": ""})), count)
 
 
 def best_weights(

@@ -48,6 +48,11 @@ class Ranks:
             for work in works:
                 work.wait()
 
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks what the first one has, in place."""
+        for tensor in tensors if self.world > 1 else ():
+            distributed.broadcast(tensor, 0)
+
     def any(self, flag: bool) -> bool:
         """Whether it is true at any rank; all learn the same."""
         if self.world == 1:

@@ -260,3 +260,17 @@ def test_the_progress_note_says_how_it_goes():
     train(make_config(), make_states(LENGTHS), progress=lambda *said: notes.append(said[2]))
     assert re.fullmatch(r"step 1, loss \d+\.\d+, [\d,]+ tokens/s, \d+\.\d GB", notes[0])
     assert re.fullmatch(r"step 15, loss \d+\.\d+, tau \d\.\d\d, [\d,]+ tokens/s, \d+\.\d GB", notes[-1])
+
+
+def test_a_drafter_may_start_from_an_earlier_one_in_another_shape_or_as_the_verifiers_layers(home):
+    states = make_states(LENGTHS)
+    first = train(make_config(max_steps=4), states)
+    still = {"learning_rate": 1e-30, "max_steps": 1}
+    again = train(make_config(**still, initialisation=str(first.path)), states)
+    assert same(weights(again), weights(first))
+    narrow = train(make_config(**still, shape={"intermediate_size": 16}), states)
+    assert weights(narrow)["layers.0.mlp.up_proj.weight"].shape[0] == 16
+    with pytest.raises(ValueError, match="intermediate_size is 40, here 16"):
+        train(make_config(initialisation=str(first.path), shape={"intermediate_size": 16}), states)
+    with pytest.raises(ValueError, match="initialisation: verifier needs the verifier itself"):
+        train(make_config(initialisation="verifier"), states)
