@@ -21,7 +21,10 @@ def make_optimizers(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> list[Optimizer]:
-    """`adamw` for everything, or `muon` for the matrices, `fc` among them, and AdamW for the norms."""
+    """`adamw` for everything, or `muon` for the matrices, `fc` among them, and AdamW for the norms.
+
+    Where matrices are held in shares, Muon's result is the same but for the rounding of its bfloat16 orthogonalisation.
+    """
     matrices = [parameter for parameter in drafter.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in drafter.parameters() if parameter.ndim != 2]
     if kind == "adamw":
@@ -79,7 +82,8 @@ def state_tensors(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
     return {
         f"{name}:{key}": whole(value)
         for name, optimizer, parameter in _states(drafter, optimizers)
-        for key, value in optimizer.state[parameter].items()
+        # sorted: ranks must ask for the same at the same time, and files come back in any order
+        for key, value in sorted(optimizer.state[parameter].items())
     }
 
 

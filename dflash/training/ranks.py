@@ -115,10 +115,10 @@ def own(tensor: Tensor) -> Tensor:
 
 
 def as_held(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, held as `like` is."""
+    """A whole tensor, which every rank has, held as `like` is."""
     tensor = tensor.to(like.device)
     if isinstance(like, DTensor) and tensor.shape == like.shape:
-        return distribute_tensor(tensor, like.device_mesh, like.placements)
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)  # nothing is sent
     return tensor
 
 
