@@ -1,10 +1,10 @@
-# make demo: the whole pipeline.  make test: lint, types, tests.  make up: Prefect server, worker and UI.
+# make demo: the whole pipeline.  make test: lint, types, tests.  make up, make down: Prefect server, worker and UI.
 PYTHON ?= python3.11
 RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up install clean bench-corpus bench-extraction bench-training ablation
+.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training ablation
 
 install: $(VENV)/installed
 
@@ -50,6 +50,9 @@ ablation: install
 
 up: install
 	$(BIN)/dflash up
+
+down: install
+	$(BIN)/dflash down
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
