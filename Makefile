@@ -4,7 +4,7 @@ RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training ablation
+.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training bench-evaluation ablation
 
 install: $(VENV)/installed
 
@@ -43,6 +43,10 @@ bench-extraction: install
 # a training step against other trainers', which live in an environment of their own: minutes on a quiet machine
 bench-training: install
 	$(BIN)/python benchmarks/training.py
+
+# replay against live decoding of the same responses; draft trees against a Python heap per block
+bench-evaluation: install
+	$(BIN)/python benchmarks/evaluation.py
 
 # what helps training, on the bundled verifier: about 45 minutes on two cores; continues where it was stopped
 ablation: install
