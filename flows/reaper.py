@@ -2,8 +2,8 @@
 
     python -m flows.reaper POOL
 
-A run whose process is gone is marked Crashed here; one that lost only its worker is first told to save its work and end,
-as nobody could cancel it any more. One that dies later, or on another machine, is marked by an automation of the server
+A run whose process is gone is marked Crashed here; one that lost only its worker is told to save and end first, as
+nobody could cancel it any more. One that dies later, or on another machine, is marked by an automation of the server
 that waits for its heartbeats. The next run of the same parameters continues where it was.
 """
 
@@ -29,7 +29,7 @@ from flows.drain import ACTIVE
 
 PAGE = 100
 SECONDS_TO_SAVE = 90
-SILENT_AFTER = timedelta(seconds=90)  # three heartbeats missed
+SILENT_AFTER = timedelta(seconds=120)  # four heartbeats missed; a server that is started again may miss two
 AUTOMATION = "dflash: silent runs are marked Crashed"
 ACTIVE_NOW = {"type": {"any_": [state.value for state in ACTIVE]}}
 

@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, NoReturn
 from urllib.error import HTTPError
@@ -194,7 +194,8 @@ def up(project: Path, *, host: str, port: int) -> int:
 def up_in_background(project: Path, *, host: str, port: int) -> None:
     """The same in a process of its own, until `down`. Raises ValueError where it does not come up."""
     _refuse_without_password(host)
-    _lock()  # makes the folder
+    with suppress(Timeout), _lock().acquire(timeout=0):
+        _address_file().unlink(missing_ok=True)  # of one that was killed
     with _log_file().open("a+") as output:
         begin = output.tell()
         command = [sys.executable, "-m", "flows.cli", "up", "--host", host, "--port", str(port)]
@@ -353,12 +354,11 @@ def _run_stack(project: Path, *, host: str, port: int) -> int:
             for name, restart in again.items():
                 if (code := running[name].poll()) is None:
                     continue
-                print(
-                    f"the {name} ended by itself with exit code {code}; see {_log_file()}", file=sys.stderr, flush=True
-                )
+                said = f"the {name} ended by itself with exit code {code}"
                 if len(restarts) == MOST_RESTARTS and time.monotonic() - restarts[0] < RESTART_SECONDS:
-                    print(f"error: the {name} does not stay up; see {_log_file()}", file=sys.stderr, flush=True)
+                    print(f"error: {said}, again; see {_log_file()}", file=sys.stderr, flush=True)
                     return 1
+                print(f"{said}; starting it again", file=sys.stderr, flush=True)
                 restarts.append(time.monotonic())
                 restart()
     except KeyboardInterrupt:

@@ -260,6 +260,21 @@ def test_down_stops_it_and_finds_nothing_then(stack: Stack) -> None:
     assert (done.returncode, done.stdout) == (0, "nothing is up\n")
 
 
+def test_the_commands_of_the_manual_run(stack: Stack) -> None:
+    """Every `bash` block of docs/operating.md, in order, with a port and a size for tests."""
+    blocks = (recipes.prefect_yaml().parent / "docs" / "operating.md").read_text().split("```bash\n")[1:]
+    lines = [line.partition("#")[0].split() for block in blocks for line in block.partition("```")[0].splitlines()]
+    assert len(lines) >= 10
+    changes = [f"--set={s}.{key}={json.dumps(value)}" for s, values in SMALL.items() for key, value in values.items()]
+    added = {"up": ["--port", str(stack.port)], "run": changes}
+    (drafter, *_) = sorted(stack.home.glob("artifacts/training/training-*"))
+    for program, command, *options in lines:
+        assert program == "dflash"
+        given = [drafter.name[:14] if option == "FINGERPRINT" else option for option in options]
+        done = stack.dflash(command, *given, *added.get(command, []))
+        assert done.returncode == 0, (command, done.stderr)
+
+
 def test_no_secret_is_written_anywhere(stack: Stack) -> None:
     """Database, logs, records, manifests, W&B's files: everything that the runs of this stack left behind."""
     done = stack.dflash("run", "demo", "--set=generation.base_url=http://me:planted-password-5f1d@host/v1")
