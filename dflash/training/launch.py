@@ -62,7 +62,10 @@ def launch(
         folder = Path(scratch) if config.nodes == 1 else in_progress(key)  # which all machines can read
         (folder / "request.json").write_text(json.dumps(request))
         command = [sys.executable, *_torchrun(config, processes, run_id=str(key)), "-m", "dflash.training"]
-        return _run([*command, str(folder / "request.json")], processes, progress)
+        command.append(str(folder / "request.json"))
+        if config.nodes > 1:
+            log.info("start the ranks of each other machine with: %s", shlex.join(command))
+        return _run(command, processes, progress)
 
 
 def refuse_uneven_ranks(config: TrainingConfig, world: int) -> None:
@@ -96,8 +99,6 @@ def _run(command: list[str], processes: int, progress: Progress) -> Artifact:
     environment = dict(os.environ)
     if processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    if "--standalone" not in command and "torch.distributed.run" in command:
-        log.info("start the ranks of each other machine with: %s", shlex.join(command))
     child = subprocess.Popen(
         command,
         env=environment,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dflash.keys import training_key
 from dflash.manifests import in_progress
-from dflash.training.launch import _cause, launch
+from dflash.training.launch import _cause, _gpus, _torchrun, launch
 from dflash.training.loop import train
 from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
 
@@ -98,3 +98,14 @@ def test_bad_input_is_a_value_error_and_a_crash_has_its_cause_on_one_line(monkey
     report += ["  rank      : 3 (local_rank: 3)", "  exitcode  : -9 (pid: 9)"]
     assert _cause(1, "RuntimeError: peer gone", report).startswith("rank 3 of training was killed by SIGKILL")
     assert _cause(1, "RuntimeError: peer gone", report[:3]) == "training crashed (exit code 1): RuntimeError: peer gone"
+
+
+def test_one_process_needs_no_torchrun_several_and_several_machines_do():
+    assert _torchrun(make_config(), 1, run_id="r") == []
+    several = _torchrun(make_config(accumulation=4, processes=4), 4, run_id="r")
+    assert {"--standalone", "--nproc-per-node=4", "--max-restarts=0"} <= set(several)
+    machines = make_config(accumulation=4, processes=2, nodes=2, rendezvous="host:29500")
+    command = _torchrun(machines, 2, run_id="r")
+    assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=host:29500", "--rdzv-id=r"} <= set(command)
+    assert "--standalone" not in command
+    assert _gpus() == max(1, torch.cuda.device_count())
