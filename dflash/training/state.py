@@ -3,7 +3,6 @@
 Weights may be held in shares by several ranks; in a checkpoint they are whole, so that any number of ranks continues.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +20,6 @@ from dflash.training.metrics import Tally
 from dflash.training.optimizers import load_state_tensors, state_tensors
 from dflash.training.ranks import Ranks, as_held, load_weights, whole
 from dflash.training.spikes import Steadiness
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
