@@ -1,0 +1,316 @@
+"""Parity gate: does an exported drafter, loaded by another process, draft what it drafted while it was trained?
+
+    python -m dflash.decoding.parity request.json
+
+The training process writes what its own code path drafts after some anchors (`ask`), the other one loads the exported
+folder and the verifier, and nothing else: taps, mask token and RoPE as config.json says, embedding and head as the
+verifier has them. It compares, decodes the prompts live, and compares the rounds with replay. Where drafts differ it
+changes one thing at a time until they do not, which names the defect. Knows no artifact and no store.
+
+A anchors, S slots, T tokens, F features, H hidden
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dflash.decoding.acceptance import CHAIN, method_name
+from dflash.decoding.live import Method, decode
+from dflash.decoding.replay import replay, response_span
+from dflash.devices import resolve_device
+from dflash.drafter.blocks import Documents
+from dflash.drafter.export import load_drafter
+from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.hidden.encoding import as_stored
+from dflash.hidden.store import RowStates
+from dflash.pinning import PinnedVerifier
+from dflash.verifier import FINAL_NORMS, Verifier, load_verifier
+
+NEAR_TIE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
+"""Slots whose best two log-probabilities are closer than that are not compared."""
+MUST_AGREE = {"float32": 1.0, "float16": 0.99, "bfloat16": 0.99}
+THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+SECONDS = 1800.0
+
+
+class Parity(NamedTuple):
+    """What the other process found. `agreement` is the share of compared slots that are drafted alike; `defect` is
+    empty where all is well, else one of taps, norm, RoPE, mask, positions, head, mask token, live decoding, unknown.
+    """
+
+    agreement: float
+    compared: int
+    rounds: int
+    defect: str = ""
+    explanation: str = ""
+
+
+@torch.no_grad()
+def ask(
+    request: Path,
+    exported: Path,
+    *,
+    drafter: Drafter,
+    ends: Ends,
+    rows: Sequence[RowStates],
+    verifier: PinnedVerifier,
+    storage_dtype: str,
+    budget: int,
+) -> None:
+    """Write a request, and its reference beside it: what `drafter`, as it was trained, drafts after every anchor of the
+    responses of `rows`, by the same packed pass as in training.
+    """
+    device = drafter.fc.weight.device
+    spans = [response_span(row.loss_mask_T) for row in rows]
+    documents = Documents(tuple(end - 1 for _, end in spans))
+    context = drafter.context(
+        torch.cat([row.features_TF[: end - 1].to(device) for row, (_, end) in zip(rows, spans, strict=True)]), documents
+    )
+    reference = {}
+    for number, (row, (first, end)) in enumerate(zip(rows, spans, strict=True)):
+        ids_T = row.input_ids_T[:end].long()
+        reference[f"ids.{number}"], reference[f"first.{number}"] = ids_T, torch.tensor(first)
+        anchors_A = torch.arange(first, end - 1, device=device)
+        hidden_ASH = drafter.draft(
+            ends, ids_T.to(device)[anchors_A], anchors_A=documents.offsets[number] + anchors_A, context=context
+        )
+        best_AS2 = ends.logits(hidden_ASH).float().log_softmax(-1).topk(2)
+        reference[f"drafts.{number}"] = best_AS2.indices[..., 0].cpu()
+        reference[f"margins.{number}"] = (best_AS2.values[..., 0] - best_AS2.values[..., 1]).cpu()
+    save_file({name: part.contiguous() for name, part in reference.items()}, request.with_suffix(".safetensors"))
+    asked = {
+        "exported": str(exported.absolute()),
+        "verifier": verifier.model_dump(mode="json"),
+        "trained": drafter.config.to_json(dtype=verifier.dtype),
+        "rows": len(rows),
+        "storage_dtype": storage_dtype,
+        "budget": budget,
+    }
+    request.write_text(json.dumps(asked) + "\n")
+
+
+def check(request: Path) -> Parity:
+    """Have a fresh process answer a request. Raises ValueError naming the defect where the drafter is not the same."""
+    command = [sys.executable, "-m", "dflash.decoding.parity", str(request)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    exported = json.loads(request.read_text())["exported"]
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"parity: {exported} cannot be loaded and decoded with by another process: {last}")
+    parity = Parity(**json.loads(done.stdout.splitlines()[-1]))
+    if parity.defect:
+        raise ValueError(
+            f"parity: {exported} drafts {parity.agreement:.1%} of {parity.compared:,} tokens as in training; "
+            f"{parity.defect}: {parity.explanation}"
+        )
+    return parity
+
+
+@dataclass(frozen=True)
+class Served:
+    """A drafter as an engine would run it, with what may be wrong about it."""
+
+    drafter: Drafter
+    ends: Ends
+    layers: tuple[int, ...]
+    normed: bool = False  # the verifier's final norm is applied to the taps
+    ahead: int = 0  # by which a block's positions are larger than they should be
+    beyond: int = 0  # how many tokens from the anchor on a block sees the features of
+
+    def changed(self, *, weights: dict[str, Tensor] | None = None, **config: Any) -> "Served":
+        """With another config or other weights."""
+        with torch.device("meta"):
+            drafter = Drafter(replace(self.drafter.config, **config))
+        drafter.load_state_dict(weights or self.drafter.state_dict(), assign=True)
+        return replace(self, drafter=drafter.eval().requires_grad_(False))
+
+
+class Reference(NamedTuple):
+    """One response as the training process saw it."""
+
+    ids_T: Tensor  # noqa: N815
+    first: int
+    drafts_AS: Tensor  # noqa: N815
+    sure_AS: Tensor  # noqa: N815
+
+
+def features(verifier: Verifier, served: Served, ids_T: Tensor, *, storage_dtype: str) -> Tensor:
+    features_TF = verifier.forward(ids_T[None], layers=served.layers, greedy=False).features_BTF[0]
+    if served.normed:
+        norm = next(getattr(verifier.decoder, name) for name in FINAL_NORMS if hasattr(verifier.decoder, name))
+        features_TF = norm(features_TF.unflatten(-1, (len(served.layers), -1))).flatten(-2)
+    return as_stored(features_TF, storage_dtype)
+
+
+@torch.inference_mode()
+def agreement(
+    verifier: Verifier, served: Served, references: Sequence[Reference], *, storage_dtype: str
+) -> tuple[float, int]:
+    """The share of sure slots that are drafted as the reference says, and how many there are."""
+    same = compared = 0
+    for reference in references:
+        ids_T = reference.ids_T.to(verifier.device)
+        context = served.drafter.context(features(verifier, served, ids_T[:-1], storage_dtype=storage_dtype))
+        anchors_A = torch.arange(reference.first, len(ids_T) - 1, device=ids_T.device)
+        # blocks are numbered from the context's start: another start moves their positions, or what they see
+        context.start = served.ahead - served.beyond
+        hidden_ASH = served.drafter.draft(
+            served.ends, ids_T[anchors_A], anchors_A=anchors_A + served.ahead, context=context
+        )
+        drafts_AS = served.ends.logits(hidden_ASH).argmax(-1).cpu()
+        same += int((drafts_AS == reference.drafts_AS)[reference.sure_AS].sum())
+        compared += int(reference.sure_AS.sum())
+    return same / max(compared, 1), compared
+
+
+def hypotheses(
+    served: Served, trained: DrafterConfig, *, special_ids: Sequence[int]
+) -> Iterator[tuple[str, str, Served]]:
+    """Defect, explanation, and the drafter without it. What the training process used comes first."""
+    config, ends = served.drafter.config, served.ends
+    for layers in (trained.target_layer_ids, *(tuple(layer + by for layer in served.layers) for by in (-1, 1))):
+        if len(layers) == len(served.layers) and all(0 <= layer < config.num_target_layers for layer in layers):
+            yield (
+                "taps",
+                f"target_layer_ids must be {list(layers)}, not {list(served.layers)}",
+                replace(served, layers=layers),
+            )
+    yield "taps", "the taps are in reverse order", replace(served, layers=served.layers[::-1])
+    for token in dict.fromkeys([trained.mask_token_id, *special_ids]):
+        changed = served.changed(mask_token_id=token)
+        yield "mask token", f"mask_token_id must be {token}, not {config.mask_token_id}", changed
+    for rope in (trained.rope, *(config.rope | {"rope_theta": theta} for theta in THETAS)):
+        yield "RoPE", f"the parameters must be {rope}, not {config.rope}", served.changed(rope=rope)
+    if len(trained.layer_types) == len(config.layer_types):
+        changed = served.changed(layer_types=trained.layer_types, sliding_window=trained.sliding_window)
+        kinds = f"{list(trained.layer_types)} with a window of {trained.sliding_window}"
+        yield "mask", f"layer_types must be {kinds}", changed
+    yield "mask", "blocks were trained to see the anchor's own features", replace(served, beyond=1)
+    yield "mask", "blocks were trained to see one token less before the anchor", replace(served, beyond=-1)
+    for by in (-1, 1):
+        yield "positions", f"blocks were trained {by:+} token from where they are put", replace(served, ahead=by)
+    eps = trained.rms_norm_eps
+    yield "norm", f"rms_norm_eps must be {eps}, not {config.rms_norm_eps}", served.changed(rms_norm_eps=eps)
+    weights = served.drafter.state_dict()
+    for by in (1, -1):
+        moved = {name: weight + by if weight.ndim == 1 else weight for name, weight in weights.items()}
+        yield "norm", f"the weights of norms are {by:+} from those in the folder", served.changed(weights=moved)
+    yield "norm", "the taps went through the verifier's final norm in training", replace(served, normed=True)
+    if ends.head_VH is not ends.embedding_VH:
+        tied = Ends(
+            {"embed_tokens.weight": ends.embedding_VH}, dtype=ends.embedding_VH.dtype, device=ends.embedding_VH.device
+        )
+        yield (
+            "head",
+            "the embedding was the head in training, but the verifier has one of its own",
+            replace(served, ends=tied),
+        )
+
+
+def diagnose(
+    verifier: Verifier,
+    served: Served,
+    references: Sequence[Reference],
+    *,
+    trained: DrafterConfig,
+    storage_dtype: str,
+    special_ids: Sequence[int],
+    enough: float,
+) -> tuple[str, str]:
+    """Which one change makes the drafts those of the training process: its name and an explanation."""
+    best = ("unknown", "no single change of taps, norm, RoPE, mask, positions, head or mask token explains it", 0.0)
+    for defect, explanation, changed in hypotheses(served, trained, special_ids=special_ids):
+        share, _ = agreement(verifier, changed, references, storage_dtype=storage_dtype)
+        if share >= enough:
+            return defect, explanation
+        if share > best[2]:
+            best = ("unknown", f"closest, with {share:.1%}, is {defect}: {explanation}", share)
+    return best[:2]
+
+
+def live_rounds(
+    verifier: Verifier, served: Served, references: Sequence[Reference], *, storage_dtype: str, budget: int
+) -> tuple[int, str]:
+    """How many rounds live decoding and replay were compared in, and where they first differ; empty if nowhere."""
+    rounds = 0
+    methods: dict[str, Method] = {CHAIN: "chain"}
+    if not verifier.has_running_state:
+        methods[method_name(budget)] = budget
+    for number, reference in enumerate(references):
+        prompt, response = reference.ids_T[: reference.first].tolist(), reference.ids_T[reference.first :].tolist()
+        ids_T = reference.ids_T.to(verifier.device)
+        mask_T = torch.arange(len(ids_T)) >= reference.first
+        features_TF = features(verifier, served, ids_T, storage_dtype=storage_dtype)
+        replayed = replay(
+            served.drafter, served.ends, RowStates(features_TF, reference.ids_T, mask_T, mask_T), budgets=[budget]
+        )
+        for name, method in methods.items():
+            live = decode(
+                verifier,
+                served.drafter,
+                served.ends,
+                prompt,
+                layers=served.layers,
+                max_new_tokens=len(response),
+                method=method,
+                storage_dtype=storage_dtype,
+            )
+            if (live.ids, live.accepted) != (response, replayed[name]):
+                what = "rounds" if live.ids == response else "text"
+                return (
+                    rounds,
+                    f"prompt {number}, {name}: {what} other than in replay, though all drafts are as in training",
+                )
+            rounds += len(live.accepted)
+    return rounds, ""
+
+
+def answer(request: Path) -> Parity:
+    """Load what the request names, compare, and diagnose."""
+    asked = json.loads(request.read_text())
+    pinned = PinnedVerifier(**asked["verifier"])
+    verifier = load_verifier(pinned)
+    dtype, device = getattr(torch, pinned.dtype), resolve_device(pinned.device)
+    drafter = load_drafter(Path(asked["exported"]), dtype=dtype, device=device)
+    ends = Ends(verifier.frozen_weights(), dtype=dtype, device=device, **verifier.logit_rule._asdict())
+    with safe_open(request.with_suffix(".safetensors"), "pt") as file:
+        references = [
+            Reference(
+                file.get_tensor(f"ids.{number}"),
+                int(file.get_tensor(f"first.{number}")),
+                file.get_tensor(f"drafts.{number}"),
+                file.get_tensor(f"margins.{number}") > NEAR_TIE[pinned.dtype],
+            )
+            for number in range(asked["rows"])
+        ]
+    served = Served(drafter, ends, drafter.config.target_layer_ids)
+    storage_dtype = asked["storage_dtype"]
+    share, compared = agreement(verifier, served, references, storage_dtype=storage_dtype)
+    if share < MUST_AGREE[pinned.dtype]:
+        defect, explanation = diagnose(
+            verifier,
+            served,
+            references,
+            trained=DrafterConfig.from_json(asked["trained"]),
+            storage_dtype=storage_dtype,
+            special_ids=sorted({token for ids in pinned.special_ids.values() for token in ids}),
+            enough=MUST_AGREE[pinned.dtype],
+        )
+        return Parity(share, compared, 0, defect, explanation)
+    if pinned.dtype != "float32":  # near-ties of the verifier itself fall otherwise in passes of another shape
+        return Parity(share, compared, 0)
+    rounds, difference = live_rounds(verifier, served, references, storage_dtype=storage_dtype, budget=asked["budget"])
+    return Parity(share, compared, rounds, "live decoding" if difference else "", difference)
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(Path(sys.argv[1]))._asdict()))
