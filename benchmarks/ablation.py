@@ -1,6 +1,6 @@
 """What helps training: one change at a time to a plain recipe, on the bundled verifier; a table in Markdown.
 
-    python benchmarks/ablation.py [--steps 400] [--seeds 3] [--processes 2] [--only plain --only Muon]
+    python benchmarks/ablation.py [--steps 300] [--seeds 3] [--processes 2] [--only plain --only Muon]
     python benchmarks/ablation.py --long 3 [--data GSM8K_TRAIN.jsonl]
 
 Hidden states are made once by the pipeline's own stages; each run trains for a fixed number of steps, in a process with
@@ -42,6 +42,9 @@ PLAIN = "plain"
 LONG = 10
 
 PLAIN_RECIPE: dict[str, Any] = {
+    # small steps, so that there are many in a minute of one thread: about five rows, 16 blocks of each
+    "num_anchors": 16,
+    "max_tokens_per_batch": 1024,
     # the production recipes' settings on a drafter of the demo's size, whose learning rate is the demo's
     "slot_weights": "decay",
     "gamma": 10.0,
@@ -104,7 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="not all variants")

@@ -214,18 +214,23 @@ def sweep(args: argparse.Namespace) -> str:
             keys = visible_keys(point)
             shape = f"| {point.anchors} | {point.tokens} | {point.vocabulary:,} "
             lines.append(f"{shape}| {seconds:.2f} | {attention:.3f} | {keys:,} | {1e6 * attention / keys:.2f} |")
-            series.setdefault(f"step, over {name}", []).append((value / SWEEP[name][0], seconds))
+            series.setdefault(name, []).append((value / SWEEP[name][0], seconds))
             if name != "vocabulary":
-                series.setdefault(f"attention, over {name}", []).append((value / SWEEP[name][0], attention))
-    figure = plots.lines(
-        series, title="Cost of a training step", xlabel="times the smallest value", ylabel="seconds (two threads)"
-    )
-    for axis in figure.axes:
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-    args.sweep.mkdir(parents=True, exist_ok=True)
-    plots.save(figure, args.sweep, "training_cost")
+                series.setdefault(f"{name}*", []).append((value / SWEEP[name][0], attention))
+    draw(series, args.sweep, threads=args.threads)
     return "\n".join(lines)
+
+
+def draw(series: dict[str, list[tuple[float, float]]], folder: Path, *, threads: int) -> None:
+    title, ylabel = "Cost of a step (* of its attention alone)", f"seconds ({threads} threads)"
+    figure = plots.lines(series, title=title, xlabel="times the smallest value", ylabel=ylabel)
+    for axes in figure.axes:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+    folder.mkdir(parents=True, exist_ok=True)
+    plots.save(figure, folder, "training_cost")
 
 
 if __name__ == "__main__":
