@@ -1,10 +1,10 @@
-# make demo: the whole pipeline.  make test: lint, types, tests.  make up: Prefect server, worker and UI.
+# make demo: the whole pipeline.  make test: lint, types, tests.  make up, make down: Prefect server, worker and UI.
 PYTHON ?= python3.11
 RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up install clean bench-corpus bench-extraction bench-training ablation
+.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training bench-evaluation ablation
 
 install: $(VENV)/installed
 
@@ -44,12 +44,19 @@ bench-extraction: install
 bench-training: install
 	$(BIN)/python benchmarks/training.py
 
+# replay against live decoding of the same responses; draft trees against a Python heap per block
+bench-evaluation: install
+	$(BIN)/python benchmarks/evaluation.py
+
 # what helps training, on the bundled verifier: about 45 minutes on two cores; continues where it was stopped
 ablation: install
 	$(BIN)/python benchmarks/ablation.py
 
 up: install
 	$(BIN)/dflash up
+
+down: install
+	$(BIN)/dflash down
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -168,7 +168,7 @@ class GenerationConfig(Config):
         "",
         title="Server",
         description="Of back end openai, for example http://127.0.0.1:8000/v1. Its key, if any: OPENAI_API_KEY.",
-        json_schema_extra=PRACTICAL,
+        json_schema_extra=PRACTICAL | {"pattern": "^[^@?]*$"},  # a form with a password in it is not even taken
     )
     server_model: str = Field(
         "", title="Served name", description="Empty: the one model the server lists.", json_schema_extra=PRACTICAL
@@ -205,6 +205,8 @@ class GenerationConfig(Config):
     def _is_address(cls, url: str) -> str:
         if url and not re.match(r"https?://[^/]", url):
             raise ValueError(f"{url!r} is no address of a server; write it as http://127.0.0.1:8000/v1")
+        if "@" in url or "?" in url:  # parameters are kept, and shown to whoever looks
+            raise ValueError("the address holds a user or key, which would be recorded; give it as OPENAI_API_KEY")
         return url
 
     @field_validator("devices")

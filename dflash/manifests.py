@@ -164,7 +164,8 @@ def _files(folder: Path) -> dict[str, Path]:
     }
 
 
-def _is_running(pid: str) -> bool:
+def is_running(pid: str) -> bool:
+    """Whether a process of this machine has that number."""
     try:
         os.kill(int(pid), 0)
     except ProcessLookupError:
@@ -177,7 +178,7 @@ def _is_running(pid: str) -> bool:
 def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove the scratch of attempts at `name` in the folder whose process, one of this machine, was killed."""
     for scratch in folder.glob(f".{name}.{HOST}.*"):
-        if not _is_running(scratch.name.rpartition(f".{HOST}.")[2]):
+        if not is_running(scratch.name.rpartition(f".{HOST}.")[2]):
             shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -250,7 +251,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def verify(artifact: Artifact, *, deep: bool = False) -> Manifest:
-    """Check that an artifact is there and whole; raises Damaged naming the file.
+    """Check that an artifact is there and whole; raises Damaged naming the file. Its manifest's time stamp says when.
 
     Sizes and time stamps first: a file touched since it was published is hashed, an untouched one is trusted unless
     `deep`. A file that was copied, and so has another time stamp but the right content, gets its time stamp back.
@@ -258,6 +259,10 @@ def verify(artifact: Artifact, *, deep: bool = False) -> Manifest:
     manifest = load_manifest(artifact.path)
     if manifest.key != artifact.key or manifest.identity != artifact.identity:
         raise Damaged(f"{artifact.path}: holds {manifest.key}, expected {artifact.key}; run its stage again")
+    try:
+        os.utime(artifact.path / MANIFEST)  # before the files are looked at, so that cleaning up leaves them
+    except FileNotFoundError:
+        raise Damaged(f"{artifact.path}: removed just now; run its stage again") from None
     check_files(artifact, manifest.files, deep=deep)
     return manifest
 

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
+from rich.tree import Tree
 
 from dflash import manifests
 from dflash import plan as planning
@@ -23,6 +24,8 @@ from dflash.config import Recipe, Step
 from flows import recipes, server
 
 if TYPE_CHECKING:
+    from dflash.housekeeping import Lineage
+    from dflash.manifests import Manifest
     from flows.steps import RunRecord
 
 app = typer.Typer(
@@ -153,8 +156,17 @@ def plan(recipe: RecipeName, changes: Changes = None, as_json: Json = False) -> 
 
 
 @app.command("ls")
-def list_artifacts(as_json: Json = False) -> None:
+def list_artifacts(
+    as_json: Json = False,
+    as_tree: Annotated[bool, typer.Option("--tree", help="Show what was made from what.")] = False,
+) -> None:
     """List the artifacts: stage, fingerprint, size, age and what they were made from."""
+    from dflash import housekeeping  # loads polars
+
+    with usage_errors():
+        used, quota = housekeeping.usage_and_quota()
+    if quota is not None and used > quota:
+        print(f"warning: {housekeeping.over_quota(used, quota)}", file=sys.stderr)
     table = _table("stage", "fingerprint", "size", "age", "inputs", title=str(manifests.home()))
     rows = []
     for manifest in manifests.manifests():
@@ -171,9 +183,86 @@ def list_artifacts(as_json: Json = False) -> None:
                 "path": str(manifest.path),
             }
         )
-    out.print(table)
+    out.print(_lineage_tree(housekeeping.lineage()) if as_tree else table)
     if as_json:
         print(json.dumps({"artifacts": rows}), flush=True)
+
+
+def _lineage_tree(made: "Lineage") -> Tree:
+    """Reports on top, what they were made from below; what is shown a second time has its inputs where it was first."""
+    from dflash.housekeeping import tree_roots
+
+    shown: set[str] = set()
+
+    def grow(above: Tree, manifest: "Manifest", name: str) -> None:
+        again = manifest.key in shown
+        text = f"{name}[bold]{manifest.key}[/bold]  {_size(manifest.nbytes)}, {_since(manifest.created)}"
+        branch = above.add(f"{text}  (see above)" if again else text)
+        shown.add(manifest.key)
+        for input, value in {} if again else manifest.inputs.items():
+            found = made.inputs([value])
+            for one in found:
+                grow(branch, one, f"{input}: ")
+            if not found:
+                branch.add(f"{input}: {value[:32]}")
+
+    tree = Tree(str(manifests.home()))
+    for root in tree_roots(made):
+        grow(tree, root, "")
+    return tree
+
+
+@app.command()
+def show(
+    fingerprint: Annotated[str, typer.Argument(help="Of an artifact, as dflash ls shows it; its beginning is enough.")],
+    as_json: Json = False,
+) -> None:
+    """Show one artifact: its configuration, what it was made from, what was made from it, and what came out."""
+    from dflash import housekeeping
+
+    with usage_errors():
+        made = housekeeping.lineage()
+        facts = housekeeping.facts(made.find(fingerprint), made)
+    table = _table("what", "value", title=str(facts["fingerprint"]))
+    for name, value in facts.items():
+        shown = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+        table.add_row(name, shown)
+    out.print(table)
+    if as_json:
+        print(json.dumps(facts), flush=True)
+
+
+@app.command()
+def gc(
+    days: Annotated[float, typer.Option(min=0, help="Keep what was used in so many days.")] = 14,
+    keep: Annotated[int, typer.Option(min=0, help="Keep so many of the newest drafters, with all they need.")] = 3,
+    yes: Annotated[bool, typer.Option("--yes", help="Delete. Without it nothing is.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what may be deleted, and delete it with --yes.
+
+    Kept are the champions, the newest drafters, their reports, what was used lately or is in use, and all that was made
+    from. What is deleted costs the time to make it again.
+    """
+    from dflash import housekeeping
+
+    with usage_errors():
+        items = housekeeping.survey(days=days, last=keep)
+        removed, left = housekeeping.remove(items) if yes else ([], [])
+    taken = {item.path for item in left}
+    table = _table("stage", "fingerprint", "size", "used", "verdict", title=str(manifests.home()))
+    for item in items:
+        verdict = item.keep or ("now in use" if item.path in taken else "deleted" if yes else "may go")
+        used = _since(datetime.fromtimestamp(item.used, UTC))
+        table.add_row(item.stage, item.fingerprint, _size(item.bytes), used, verdict)
+    out.print(table)
+    total = sum(item.bytes for item in items)
+    going = sum(item.bytes for item in (removed if yes else items) if not item.keep)
+    if as_json:
+        rows = [item.model_dump() | {"removed": item in removed} for item in items]
+        print(json.dumps({"items": rows, "bytes": total, "freed" if yes else "may_go": going}), flush=True)
+    done = f"freed {_size(going)} of {_size(total)}"
+    print(done if yes else f"{_size(going)} of {_size(total)} may go: dflash gc --yes", file=sys.stderr)
 
 
 @app.command()
@@ -203,14 +292,27 @@ def up(
     host: Annotated[
         str,
         typer.Option(
-            help="Address to listen on. Another than localhost exposes an API that runs code here, without password."
+            help="Address to listen on. Who reaches it can run code here: another than localhost needs a password in "
+            "PREFECT_SERVER_API_AUTH_STRING, as user:password."
         ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of server and UI.")] = 4200,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it is up; dflash down stops it.")] = False,
 ) -> None:
     """Start a Prefect server and a worker, register every deployment, print the UI's address. Ctrl-C stops them."""
     with usage_errors():
-        raise typer.Exit(server.up(recipes.prefect_yaml().parent, host=host, port=port))
+        project = recipes.prefect_yaml().parent
+        if detach:
+            server.up_in_background(project, host=host, port=port)
+        else:
+            raise typer.Exit(server.up(project, host=host, port=port))
+
+
+@app.command()
+def down() -> None:
+    """Stop what `dflash up` started: what runs saves its work and is cancelled, then worker and server end."""
+    with usage_errors():
+        server.down()
 
 
 def _log_to_terminal() -> None:
@@ -256,7 +358,7 @@ def _table(*header: str, title: str) -> Table:
     """Only texts may wrap: names are there to be copied."""
     table = Table(title=title)
     for name in header:
-        table.add_column(name, no_wrap=name not in ("reason", "inputs", "damage"), overflow="fold")
+        table.add_column(name, no_wrap=name not in ("reason", "inputs", "damage", "value", "verdict"), overflow="fold")
     return table
 
 
@@ -269,6 +371,10 @@ def _size(nbytes: int | None) -> str:
             return f"{size:.3g} {unit}" if size < 100 or unit == "B" else f"{size:.0f} {unit}"
         size /= 1000
     return f"{size:,.1f} TB"
+
+
+def _since(time: datetime) -> str:
+    return _age((datetime.now(UTC) - time).total_seconds())
 
 
 def _age(seconds: float) -> str:

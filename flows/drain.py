@@ -1,5 +1,7 @@
 """Cancel the active runs of a work pool and wait for them: a process worker that is just stopped leaves them "Running".
 
+The pool is paused, so that runs which wait for these do not start instead; `flows/reaper.py` opens it again.
+
 python -m flows.drain POOL SECONDS
 """
 
@@ -7,6 +9,7 @@ import sys
 import time
 
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import WorkPoolUpdate
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
 from prefect.client.schemas.objects import StateType
 from prefect.states import Cancelled, Cancelling
@@ -17,6 +20,7 @@ ACTIVE = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
 def drain(pool: str, *, seconds: float) -> int:
     """Cancel what runs and wait at most `seconds`; returns how many runs were still active at the end."""
     with get_client(sync_client=True) as client:
+        client.update_work_pool(pool, WorkPoolUpdate(is_paused=True))
         in_pool = WorkPoolFilter.model_validate({"name": {"any_": [pool]}})
 
         def active() -> list[tuple[str, object]]:

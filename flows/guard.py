@@ -1,6 +1,6 @@
 """Run a command for as long as whoever started it lives: `python -m flows.guard COMMAND …`, with a pipe as stdin.
 
-When the pipe closes, because its other end was closed or killed, the command is told to stop.
+When the pipe closes, because its other end was closed or killed, the command is told to stop, and in the end made to.
 """
 
 import os
@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+
+SECONDS = 15
 
 
 def main() -> int:
@@ -18,7 +20,13 @@ def main() -> int:
     def watch() -> None:
         while os.read(0, 4096):
             pass
-        child.terminate()
+        for end in (child.terminate, child.terminate, child.kill):
+            end()
+            try:
+                child.wait(SECONDS)
+                return
+            except subprocess.TimeoutExpired:
+                continue
 
     threading.Thread(target=watch, daemon=True).start()
     return child.wait()

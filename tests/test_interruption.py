@@ -138,13 +138,13 @@ def test_killed_without_warning_nothing_is_left_running(tmp_path: Path, prefect_
         time.sleep(0.5)
 
 
-def processes_of(home: Path) -> list[str]:
-    """Command lines of living processes that use this data root."""
-    found = []
+def processes_of(home: Path) -> dict[int, str]:
+    """Numbers and command lines of living processes that use this data root."""
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"DFLASH_HOME={home}".encode() in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
+                found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue  # it ended meanwhile, or is not ours
-    return [line for line in found if line]
+    return {number: line for number, line in found.items() if line}

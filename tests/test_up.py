@@ -1,5 +1,9 @@
-"""`dflash up`: a real server, worker and browser. Registers every recipe, offers forms, stops what it started."""
+"""`dflash up`: a real server, worker and browser. Registers every recipe, offers forms, stops what it started.
 
+And what is left when it is killed: nothing that runs for ever, nothing that has to be done again, no secret.
+"""
+
+import base64
 import json
 import os
 import re
@@ -9,15 +13,27 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 
 from flows import recipes, server
 from tests.conftest import free_port
+from tests.test_interruption import processes_of
 
+SECRETS = {
+    name: f"planted-{name.lower()}-5f1d"
+    for name in ("OPENAI_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "PREFECT_API_KEY")
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "generation": {"prompts": [{"path": "bundled:gsm8k-train"}], "max_prompts": 8, "max_new_tokens": 16},
+    "tokenization": {"validation_share": 0},
+    "training": {"mask_token_id": 3, "num_layers": 1, "max_steps": 2, "dtype": "float32", "tracking": "offline"},
+    "evaluation": {"max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
+}
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.xdist_group("up"), pytest.mark.timeout(600)]
 
@@ -25,16 +41,23 @@ pytestmark = [pytest.mark.xdist_group("up"), pytest.mark.timeout(600)]
 class Stack:
     """A running `dflash up`."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *options: str, **environment: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.root = root
+        self.home = root / "home"
         self.log = root / "up.log"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+        self.options = options
+        self.headers = {"Content-Type": "application/json"}
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
+        self.environment |= {"DFLASH_HOME": str(self.home), "WANDB_MODE": "offline", **environment}
+        self.start()
+
+    def start(self) -> None:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", "up", "--port", str(self.port)],
-                env={**environment, "DFLASH_HOME": str(root / "home")},
+                [sys.executable, "-m", "flows.cli", "up", "--port", str(self.port), *self.options],
+                env=self.environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
@@ -44,11 +67,27 @@ class Stack:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.5)
 
+    def dflash(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flows.cli", *arguments]
+        return subprocess.run(command, env={**self.environment, **environment}, capture_output=True, text=True)
+
+    def run(self, **changes: Mapping[str, Any]) -> str:
+        """Start a small run as the form does; gives its id."""
+        demo = self.deployment("demo")
+        sections = {name: {**demo["parameters"][name], **SMALL.get(name, {})} for name in SMALL}
+        sections = {name: {**section, **changes.get(name, {})} for name, section in sections.items()}
+        body = {"parameters": {**demo["parameters"], **sections}}
+        return str(self.api(f"deployments/{demo['id']}/create_flow_run", body)["id"])
+
+    def wait_for(self, pattern: str) -> None:
+        deadline = time.monotonic() + 240
+        while not list(self.home.glob(pattern)):
+            assert time.monotonic() < deadline, list(self.home.glob("*/*"))
+            time.sleep(0.1)
+
     def api(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"{self.url}/api/{path}", data=data, headers={"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(f"{self.url}/api/{path}", data=data, headers=self.headers)
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.loads(response.read())
 
@@ -70,7 +109,7 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = Stack(tmp_path_factory.mktemp("up"))
+    running = Stack(tmp_path_factory.mktemp("up"), **SECRETS)
     yield running
     if running.process.poll() is None:
         running.process.send_signal(signal.SIGINT)
@@ -106,58 +145,214 @@ def test_the_form_shows_names_defaults_and_descriptions(stack: Stack) -> None:
 
 
 def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_finds_it(stack: Stack) -> None:
-    small = {
-        "generation": {"prompts": [{"path": "bundled:gsm8k-train"}], "max_prompts": 8, "max_new_tokens": 16},
-        "tokenization": {"validation_share": 0},
-        "training": {"mask_token_id": 3, "num_layers": 1, "max_steps": 2, "dtype": "float32", "tracking": "disabled"},
-        "evaluation": {"max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
-    }
-    demo = stack.deployment("demo")
-    sections = {name: {**demo["parameters"][name], **values} for name, values in small.items()}
-    run = stack.api(f"deployments/{demo['id']}/create_flow_run", {"parameters": {**demo["parameters"], **sections}})
-    finished = stack.wait(run["id"], "Completed", "Failed", "Crashed")
+    run = stack.run()
+    finished = stack.wait(run, "Completed", "Failed", "Crashed")
     assert finished["state_name"] == "Completed", finished["state"]["message"]
     assert finished["name"].startswith("pipeline · demo · dpace · ")
-    artifacts = stack.api("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run["id"]]}}})
+    artifacts = stack.api("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
     assert {"pipeline-result", "evaluation", "progress-training"} <= {artifact["key"] for artifact in artifacts}
 
-    changes = [f"--set={s}.{key}={json.dumps(value)}" for s, values in small.items() for key, value in values.items()]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "run", "demo", *changes, "--json"],
-        env={**environment, "DFLASH_HOME": str(stack.root / "home")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    changes = [f"--set={s}.{key}={json.dumps(value)}" for s, values in SMALL.items() for key, value in values.items()]
+    done = stack.dflash("run", "demo", *changes, "--json")
+    assert done.returncode == 0, done.stderr
     assert stack.url in done.stderr
     assert {stage["state"] for stage in json.loads(done.stdout.splitlines()[-1])["stages"]} == {"cached"}
 
 
+def test_a_second_up_says_that_it_is_up(stack: Stack) -> None:
+    for options in ([], ["--detach"], ["--port", str(free_port())]):
+        done = stack.dflash("up", *options)
+        assert done.returncode == 0, done.stderr
+        assert "it is up already" in done.stdout or options == ["--detach"]
+        assert stack.url in done.stdout
+    assert stack.process.poll() is None
+
+
+def test_only_this_machine_can_reach_it(stack: Stack) -> None:
+    """Every socket that its processes listen on is of the loopback device."""
+    sockets = {
+        os.readlink(descriptor)
+        for number in processes_of(stack.home)
+        for descriptor in Path(f"/proc/{number}/fd").iterdir()
+        if descriptor.is_symlink()
+    }
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                listening.append(fields[1].partition(":")[0])
+    assert listening == ["0100007F"] * len(listening)
+    assert listening
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_run_ends_crashed(stack: Stack) -> None:
+    steps = {"max_steps": 3000, "epochs": 3000, "save_every": 3, "learning_rate": 1e-6}
+    run = stack.run(training=steps)
+    stack.wait_for("in_progress/training-*/step-*")
+    (worker,) = (
+        n for n, line in processes_of(stack.home).items() if "-m prefect worker start" in line and "guard" not in line
+    )
+    os.kill(worker, signal.SIGKILL)
+    crashed = stack.wait(run, "Crashed", seconds=180)
+    assert crashed["state_type"] == "CRASHED"
+    assert "starting it again" in stack.log.read_text()
+    again = stack.run()  # and the new worker works: everything is cached
+    assert stack.wait(again, "Completed", "Failed", "Crashed")["state_name"] == "Completed"
+
+
 def test_interrupting_it_cancels_what_runs_and_stops_what_it_started(stack: Stack) -> None:
-    demo = stack.deployment("demo")
-    long = {"training": {**demo["parameters"]["training"], "epochs": 1000, "tracking": "disabled"}}
-    run = stack.api(f"deployments/{demo['id']}/create_flow_run", {"parameters": {**demo["parameters"], **long}})
-    stack.wait(run["id"], "Running")
+    run = stack.run(training={"max_steps": 4000, "epochs": 4000, "save_every": 3, "learning_rate": 1e-6})
+    waiting = stack.run(training={"max_steps": 3})  # one at a time: it waits for the first
+    stack.wait(run, "Running")
     children = subprocess.run(["pgrep", "-P", str(stack.process.pid)], capture_output=True, text=True).stdout.split()
     assert len(children) == 2
     stack.process.send_signal(signal.SIGINT)
     assert stack.process.wait(timeout=200) == 0, stack.log.read_text()
     for child in children:
         assert not Path(f"/proc/{child}").exists()
-    assert not (stack.root / "home" / "server.url").exists()
+    assert not (stack.home / "server.url").exists()
+    assert not processes_of(stack.home)
 
-    # what the database says afterwards: nothing is left "Running" for ever
-    code = (
-        "from prefect.client.orchestration import get_client\n"
-        "with get_client(sync_client=True) as client:\n"
-        f"    print(client.read_flow_run('{run['id']}').state.name)"
+    stack.start()  # on the same data: nothing is left "Running" for ever, what waited runs, what was is remembered
+    assert stack.api(f"flow_runs/{run}")["state_name"] == "Cancelled"
+    assert stack.wait(waiting, "Completed", "Failed", "Crashed", "Cancelled")["state_name"] == "Completed"
+    completed = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    assert len(stack.api("flow_runs/filter", completed)) >= 3
+
+
+def test_after_a_power_cut_runs_are_marked_crashed_and_the_next_one_resumes(stack: Stack) -> None:
+    steps = {"max_steps": 40, "epochs": 40, "save_every": 2, "seed": 7}
+    before = set(stack.home.glob("in_progress/training-*"))
+    run = stack.run(training=steps)
+    while not (new := set(stack.home.glob("in_progress/training-*/step-*")) - {p for b in before for p in b.iterdir()}):
+        time.sleep(0.05)
+    for number in processes_of(stack.home):
+        os.kill(number, signal.SIGKILL)
+    stack.process.wait(timeout=10)
+    assert new
+    stack.start()
+    crashed = stack.api(f"flow_runs/{run}")
+    assert crashed["state_name"] == "Crashed"
+    assert "continues" in crashed["state"]["message"]
+    tasks = stack.api("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
+    assert "RUNNING" not in {task["state_type"] for task in tasks}
+
+    again = stack.run(training=steps)
+    assert stack.wait(again, "Completed", "Failed", "Crashed")["state_name"] == "Completed"
+    logs = stack.api("logs/filter", {"logs": {"flow_run_id": {"any_": [again]}}})
+    (begun,) = (line["message"] for line in logs if "steps from step" in line["message"])
+    assert int(begun.partition("steps from step ")[2].partition(",")[0]) >= 2
+
+
+def test_a_password_in_an_address_is_refused_before_it_is_recorded(stack: Stack) -> None:
+    with pytest.raises(HTTPError) as refusal:
+        stack.run(generation={"base_url": "http://me:planted-password-5f1d@host/v1"})
+    assert refusal.value.code in (409, 422)
+
+
+def test_down_stops_it_and_finds_nothing_then(stack: Stack) -> None:
+    done = stack.dflash("down")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "stopped"), done.stderr
+    assert stack.process.wait(timeout=10) == 0
+    assert not processes_of(stack.home)
+    done = stack.dflash("down")
+    assert (done.returncode, done.stdout) == (0, "nothing is up\n")
+
+
+def test_the_commands_of_the_manual_run(stack: Stack) -> None:
+    """Every `bash` block of docs/operating.md, in order, with a port and a size for tests."""
+    blocks = (recipes.prefect_yaml().parent / "docs" / "operating.md").read_text().split("```bash\n")[1:]
+    lines = [line.partition("#")[0].split() for block in blocks for line in block.partition("```")[0].splitlines()]
+    assert len(lines) >= 10
+    changes = [f"--set={s}.{key}={json.dumps(value)}" for s, values in SMALL.items() for key, value in values.items()]
+    added = {"up": ["--port", str(stack.port)], "run": changes}
+    (drafter, *_) = sorted(stack.home.glob("artifacts/training/training-*"))
+    for program, command, *options in lines:
+        assert program == "dflash"
+        given = [drafter.name[:14] if option == "FINGERPRINT" else option for option in options]
+        done = stack.dflash(command, *given, *added.get(command, []))
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_no_secret_is_written_anywhere(stack: Stack) -> None:
+    """Database, logs, records, manifests, W&B's files: everything that the runs of this stack left behind."""
+    done = stack.dflash("run", "demo", "--set=generation.base_url=http://me:planted-password-5f1d@host/v1")
+    assert done.returncode == 2
+    assert "planted" not in done.stderr
+    assert "OPENAI_API_KEY" in done.stderr
+    texts = {path: path.read_bytes() for path in stack.root.rglob("*") if path.is_file()}
+    assert any(path.name == "prefect.db" for path in texts)
+    assert any("wandb" in path.parts for path in texts)
+    for name, secret in {**SECRETS, "password": "planted-password-5f1d"}.items():
+        assert not [path for path, text in texts.items() if secret.encode() in text], name
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PostgreSQL server of its own on a free port of this machine; gives the URL of its database."""
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not versions:
+        pytest.skip("needs Debian's package postgresql")
+    folder = tmp_path_factory.mktemp("postgres")
+    # its programs refuse to be run by root
+    owner = {"user": "postgres", "group": "postgres"} if os.getuid() == 0 else {}
+    if owner:
+        shutil.chown(folder, **owner)
+        for above in folder.parents[:3]:
+            above.chmod(above.stat().st_mode | 0o011) if above != Path("/tmp") else None
+    port = free_port()
+
+    def command(name: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(versions[-1] / name), "-D", str(folder / "data"), *arguments],
+            cwd=folder, capture_output=True, text=True, **owner,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+    command("initdb", "--auth=trust", "--username=prefect", "--no-sync")
+    options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
+    command("pg_ctl", "-w", "-l", str(folder / "log"), "-o", options, "start")
+    yield f"postgresql+asyncpg://prefect@127.0.0.1:{port}/postgres"
+    command("pg_ctl", "-w", "-m", "immediate", "stop")
+
+
+def test_postgresql_by_one_variable(tmp_path: Path, postgres: str) -> None:
+    stack = Stack(tmp_path, PREFECT_SERVER_DATABASE_CONNECTION_URL=postgres)
+    run = stack.run(generation={"max_prompts": 4})
+    assert stack.wait(run, "Completed", "Failed", "Crashed")["state_name"] == "Completed"
+    assert stack.dflash("down").returncode == 0
+    assert not list(stack.home.rglob("prefect.db*"))
+    stack.start()  # what was is remembered
+    assert stack.api(f"flow_runs/{run}")["state_name"] == "Completed"
+    assert stack.dflash("down").returncode == 0
+
+
+def test_with_a_password_others_may_reach_it_and_only_who_knows_it_is_let_in(tmp_path: Path) -> None:
+    password = "operator:planted-5f1d"
+    stack = Stack(tmp_path, "--host", "0.0.0.0", PREFECT_SERVER_API_AUTH_STRING=password)
+    with pytest.raises(HTTPError, match="401"):
+        stack.api("deployments/filter", {})
+    stack.headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
+    assert len(stack.api("deployments/filter", {})) == len(recipes.deployments(recipes.prefect_yaml()))
+    # our own commands here know it; others have to say it, and are told so in one line
+    del stack.environment["PREFECT_SERVER_API_AUTH_STRING"]
+    refused = stack.dflash("run", "demo")
+    assert refused.returncode == 2
+    assert "PREFECT_API_AUTH_STRING" in refused.stderr.splitlines()[-1]
+    nothing = "--set=generation.max_prompt_tokens=1"  # which fails, but only once it was let in
+    assert stack.dflash("run", "demo", nothing, PREFECT_API_AUTH_STRING=password).returncode == 1
+    assert stack.dflash("down").returncode == 0
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"planted-5f1d" in path.read_bytes()]
+
+
+@pytest.mark.usefixtures("home")
+def test_without_a_password_it_listens_on_this_machine_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "up", "--host", "0.0.0.0"], capture_output=True, text=True
     )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")}
-    environment |= {"DFLASH_HOME": str(stack.root / "home")}
-    environment["PREFECT_HOME"] = str(stack.root / "home" / "prefect")
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == "Cancelled"
+    assert done.returncode == 2
+    assert "PREFECT_SERVER_API_AUTH_STRING=user:password" in done.stderr
 
 
 @pytest.mark.usefixtures("home")

@@ -34,13 +34,12 @@ class Trees:
 
 def top_tokens(logprobs_BSV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best tokens of each slot: values (B, S, k) descending and their ids, equal values by the lowest id."""
-    values_BSK, ids_BSK = logprobs_BSV.topk(k, dim=-1)
+    more_BSK, ids_BSK = logprobs_BSV.topk(min(k + 1, logprobs_BSV.shape[-1]), dim=-1)
+    torn_BS = more_BSK[..., k:].eq(more_BSK[..., k - 1 : k]).any(-1)  # the first that is left out equals the last taken
     # topk picks freely among equal values: order those it took, then mend the slots where it left an equal one out
-    ids_BSK, by_id = ids_BSK.sort(dim=-1)
-    values_BSK, by_value = values_BSK.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    ids_BSK, by_id = ids_BSK[..., :k].sort(dim=-1)
+    values_BSK, by_value = more_BSK[..., :k].gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
     ids_BSK = ids_BSK.gather(-1, by_value)
-    last_BS1 = values_BSK[..., -1:]
-    torn_BS = (logprobs_BSV == last_BS1).sum(-1) > (values_BSK == last_BS1).sum(-1)
     if torn_BS.any():
         ids_BSK[torn_BS] = logprobs_BSV[torn_BS].sort(dim=-1, descending=True, stable=True).indices[..., :k]
     return values_BSK, ids_BSK

@@ -185,8 +185,9 @@ def _replay_together(
             mass_AN = trees.scores_BN.double().exp().cumsum(-1)
             accepted += [accepted_within(order_AS, budget) for budget in budgets]
             expected += [mass_AN[:, min(budget, mass_AN.shape[1]) - 1] for budget in budgets]
-        found_ASK = (candidates_ASK == labels_AS[part][..., None]) & live_AS[part][..., None]
-        hits = [found_ASK[..., :best].sum((1, 2)) for best in RECALL_AT]
+        found_ASK = (candidates_ASK[..., : RECALL_AT[-1]] == labels_AS[part][..., None]) & live_AS[part][..., None]
+        rank_AS = found_ASK.byte().argmax(-1).where(found_ASK.any(-1), RECALL_AT[-1])
+        hits = [(rank_AS < best).sum(-1) for best in RECALL_AT]
         counts.append(torch.stack([*accepted, *hits], dim=-1))
         masses.append(torch.stack(expected, dim=-1))
         if temperature > 0:

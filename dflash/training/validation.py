@@ -66,6 +66,6 @@ def choice(scores: Mapping[int, float], metric: str, *, last: int, average: bool
         "metric": metric,
         "value": scores[best],
         "runner_up": {"step": second, "value": scores[second]} if second is not None else None,
-        "reason": f"the {weights} with the highest acceptance length of {len(scores)} validations, by replay of all "
-        "held-out rows; the first of equals",
+        "reason": f"the {weights} with the highest acceptance length, by replay of all held-out rows (validations: "
+        f"{len(scores)}; the first of equals)",
     }

@@ -53,6 +53,7 @@ def make_states(
             num_taps=TAPS,
             hidden_size=HIDDEN,
             storage_dtype="float32",
+            store_final=rows[0].final_TH is not None,
             attributes={},
         )
     starts = [sum(lengths[:i]) for i in range(len(lengths))]

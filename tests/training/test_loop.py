@@ -274,3 +274,17 @@ def test_a_drafter_may_start_from_an_earlier_one_in_another_shape_or_as_the_veri
         train(make_config(initialisation=str(first.path), shape={"intermediate_size": 16}), states)
     with pytest.raises(ValueError, match="initialisation: verifier needs the verifier itself"):
         train(make_config(initialisation="verifier"), states)
+
+
+@pytest.mark.parametrize("labels", ["greedy", "data"])
+def test_mixtures_of_losses_are_learnt_from_final_states_and_refused_without(labels):
+    generator = torch.Generator().manual_seed(0)
+    rows = [make_row(length, prompt=4, generator=generator) for length in LENGTHS]
+    final_VH = torch.randn(61, 24, generator=generator)
+    with_final = [row._replace(final_TH=final_VH[row.greedy_ids_T]) for row in rows]
+    config = make_config(epochs=6, loss={"ce": 0.5, "kl": 0.2, "tv": 0.2, "lk": 0.1}, labels=labels)
+    artifact = train(config, make_states(LENGTHS, rows=with_final))
+    losses = [row["train/loss"] for row in rows_of(artifact) if "train/loss" in row]
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="extraction.store_final"):
+        train(config, make_states(LENGTHS, rows=rows, seed=1))

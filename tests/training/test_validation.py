@@ -68,7 +68,7 @@ def test_patience_counts_validations_since_the_best():
 def test_the_choice_names_its_runner_up_and_its_reason():
     best = choice({10: 1.5, 20: 2.0, 30: 2.0}, "tau", last=30, average=False)
     assert (best["step"], best["value"], best["runner_up"]) == (20, 2.0, {"step": 30, "value": 2.0})
-    assert "3 validations" in best["reason"]
+    assert "validations: 3;" in best["reason"]
     last = choice({}, "tau", last=30, average=True)
     assert (last["step"], last["value"]) == (30, None)
     assert last["reason"] == "there was nothing to validate on: the moving average of the weights of the last step"

@@ -1,0 +1,48 @@
+"""What is noted of every run while it is active, as hooks of its flow: where its process is, and that it uses data.
+
+@flow(on_running=[begin], on_completion=[end], on_failure=[end])
+"""
+
+import logging
+import os
+from typing import Any
+from uuid import UUID
+
+from filelock import FileLock
+from prefect import Flow, State
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun
+from prefect.events import emit_event
+
+from dflash import housekeeping
+from dflash.manifests import HOST
+from flows.reaper import note_of
+
+log = logging.getLogger("dflash.flows")
+QUOTA_EVENT = "dflash.quota.exceeded"
+_active: dict[UUID, FileLock] = {}
+
+
+def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """Note the process (a worker does it for its own), protect what the run uses, and say when the disk is full."""
+    del flow, state
+    if flow_run.id not in _active:
+        _active[flow_run.id] = housekeeping.protect_run(str(flow_run.id))
+    if os.environ.get("PREFECT__FLOW_RUN_ID") != str(flow_run.id) and (note := note_of(os.getpid())):
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(flow_run.id, infrastructure_pid=note)
+    used, quota = housekeeping.usage_and_quota()
+    if quota is not None and used > quota:
+        log.warning("%s", housekeeping.over_quota(used, quota))
+        emit_event(
+            QUOTA_EVENT,
+            resource={"prefect.resource.id": f"dflash.data.{HOST}", "prefect.resource.name": f"data of {HOST}"},
+            payload={"bytes": used, "quota_bytes": quota},
+        )
+
+
+def end(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """The run uses nothing any more. Where its process dies instead, the operating system says so."""
+    del flow, state
+    if lock := _active.pop(flow_run.id, None):
+        lock.release()
