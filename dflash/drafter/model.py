@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from dflash.drafter.attention import Visible, block_attention
 from dflash.drafter.blocks import Documents
+from dflash.drafter.gated import gated_down
 from dflash.drafter.norms import rms_norm, rms_norm_rotated
 from dflash.drafter.rope import frequencies, rope_parameters
 from dflash.logits import LogitRule
@@ -324,7 +325,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return gated_down(self.gate_proj(x), self.up_proj(x), self.down_proj.weight)
 
 
 class Layer(nn.Module):
