@@ -49,6 +49,7 @@ def settings() -> dict[str, str]:
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # what flows/reaper.py tells a dead run by
         "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash",
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # of threads that belong to no run
         "HF_HUB_DISABLE_TELEMETRY": "1",
         # torch's threads spin while they wait for each other. With one of two cores taken by another process a small
         # model decoded 170 times slower so (31 s instead of 0.18 s); on two free cores spinning trains 15 % faster

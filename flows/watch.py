@@ -13,6 +13,7 @@ from prefect import Flow, State
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.events import emit_event
+from prefect.logging.loggers import flow_run_logger
 
 from dflash import housekeeping
 from dflash.manifests import HOST
@@ -25,7 +26,10 @@ _active: dict[UUID, FileLock] = {}
 
 def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
     """Note the process (a worker does it for its own), protect what the run uses, and say when the disk is full."""
-    del flow, state
+    del state
+    library = logging.getLogger("dflash")
+    if library.level == logging.NOTSET:  # Prefect gives it a handler, but no level, and then only warnings pass
+        library.setLevel(logging.INFO)
     if flow_run.id not in _active:
         _active[flow_run.id] = housekeeping.protect_run(str(flow_run.id))
     if os.environ.get("PREFECT__FLOW_RUN_ID") != str(flow_run.id) and (note := note_of(os.getpid())):
@@ -33,7 +37,8 @@ def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
             client.update_flow_run(flow_run.id, infrastructure_pid=note)
     used, quota = housekeeping.usage_and_quota()
     if quota is not None and used > quota:
-        log.warning("%s", housekeeping.over_quota(used, quota))
+        for place in (log, flow_run_logger(flow_run, flow)):  # the terminal; the run's page, as a hook is no part of it
+            place.warning("%s", housekeeping.over_quota(used, quota))
         emit_event(
             QUOTA_EVENT,
             resource={"prefect.resource.id": f"dflash.data.{HOST}", "prefect.resource.name": f"data of {HOST}"},
