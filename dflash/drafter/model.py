@@ -130,7 +130,9 @@ class DrafterConfig:
     def to_json(self, *, dtype: str) -> dict[str, Any]:
         """The published config.json; RoPE under the keys of Transformers 4 and of 5.
 
-        `target_hidden_size` is there only where it differs from `hidden_size`: other engines do not know it.
+        `target_hidden_size` is there only where it differs from `hidden_size`: other engines do not know it. An engine
+        that builds on Transformers' Qwen3, as the authors' package does, rotates whole heads and does not look at
+        `partial_rotary_factor`.
         """
         rope = {name: value for name, value in self.rope.items() if (name, value) != ("partial_rotary_factor", 1.0)}
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}

@@ -72,3 +72,12 @@ def test_labels_are_the_verifiers_choices_at_the_same_position_and_stop_at_a_hol
     assert labels[0].tolist() == [103, 104, 105, 106]
     assert live.tolist() == [[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 0, 0]]
     assert labels[2, 0] == 110
+
+
+def test_a_response_of_two_tokens_keeps_its_only_anchor_and_trains_its_only_slot():
+    mask, documents = pack([[0, 0, 1, 1], [0, 1, 1]])
+    anchors = sample_anchors(mask, documents, num_anchors=512, generators=generators(2))
+    assert anchors.tolist() == [2, 5]
+    _, live = block_labels(torch.arange(7), mask, documents, anchors_A=anchors, block_size=16)
+    assert live.sum(-1).tolist() == [1, 1]
+    assert live[:, 0].all()

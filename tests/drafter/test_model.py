@@ -5,9 +5,9 @@ from dflash.drafter.model import Ends
 from tests.drafter.small import features, make_drafter, make_ends
 
 
-def test_a_block_sees_no_feature_at_or_after_its_anchor_and_every_one_before_it():
+def test_a_block_sees_no_feature_at_or_after_its_anchor_and_every_one_before_it_also_if_another_block_overlaps():
     drafter, ends, states = make_drafter(), make_ends(), features(30)
-    anchors = torch.tensor([4, 6, 20])  # two closer than a block
+    anchors = torch.tensor([4, 6, 20])
     ids = torch.tensor([7, 8, 9])
     original = drafter.draft(ends, ids, anchors_A=anchors, context=drafter.context(states))
     for position in range(30):
@@ -31,6 +31,15 @@ def test_many_anchors_at_once_equal_each_alone_with_a_context_grown_bit_by_bit()
         alone = drafter.draft(ends, ids[one], anchors_A=anchors[one], context=context)
         torch.testing.assert_close(alone[0], together[block], rtol=1e-4, atol=1e-5)
         assert torch.equal(ends.logits(alone).argmax(-1)[0], ends.logits(together).argmax(-1)[block])
+
+
+def test_blocks_that_overlap_do_not_see_each_other():
+    drafter, ends = make_drafter(), make_ends()
+    context, anchors = drafter.context(features(30)), torch.tensor([4, 6, 7])
+    original = drafter.draft(ends, torch.tensor([7, 8, 9]), anchors_A=anchors, context=context)
+    changed = drafter.draft(ends, torch.tensor([7, 21, 9]), anchors_A=anchors, context=context)
+    assert torch.equal(changed[[0, 2]], original[[0, 2]])
+    assert not torch.equal(changed[1], original[1])
 
 
 def test_slots_of_a_block_see_each_other_in_both_directions():
