@@ -90,7 +90,8 @@ def _refuses(url: str) -> bool:
     try:
         urllib.request.urlopen(request, timeout=10).close()
     except HTTPError as error:
-        return error.code == 401
+        with error:
+            return error.code == 401
     return False
 
 
@@ -307,7 +308,7 @@ def _banner(url: str, *, note: str) -> str:
 
 
 def _run_stack(project: Path, *, host: str, port: int) -> int:
-    shown = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host) or (f"[{host}]" if ":" in host else host)
     api_url = f"http://{shown}:{port}/api"
     environment = {**os.environ, **settings(), "PREFECT_API_URL": api_url, "PREFECT_SERVER_LOGGING_LEVEL": "WARNING"}
     # the API can start processes: without this, any page open in a browser on this machine could call it
@@ -371,7 +372,7 @@ def _run_stack(project: Path, *, host: str, port: int) -> int:
         _address_file().unlink(missing_ok=True)
         server, worker = running.get("server"), running.get("worker")
         if worker and server and server.poll() is None:
-            # even without a worker: its runs may outlive it
+            # also where the worker has ended: its runs may outlive it
             subprocess.run([sys.executable, "-m", "flows.drain", POOL, str(DRAIN_SECONDS)], env=environment)
         for process in (worker, server):
             if process:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -67,6 +67,12 @@ class Stack:
             assert time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.5)
 
+    def stop(self) -> None:
+        """As `dflash down` does."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(timeout=200) == 0, self.log.read_text()
+
     def dflash(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flows.cli", *arguments]
         return subprocess.run(command, env={**self.environment, **environment}, capture_output=True, text=True)
@@ -109,11 +115,9 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = Stack(tmp_path_factory.mktemp("up"), **SECRETS)
+    running = Stack(tmp_path_factory.mktemp("up"), DFLASH_QUOTA_GB="0.000001", **SECRETS)
     yield running
-    if running.process.poll() is None:
-        running.process.send_signal(signal.SIGINT)
-        running.process.wait(timeout=200)
+    running.stop()
 
 
 def test_every_recipe_is_registered_with_its_parameters_and_a_form(stack: Stack) -> None:
@@ -157,6 +161,10 @@ def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_
     assert done.returncode == 0, done.stderr
     assert stack.url in done.stderr
     assert {stage["state"] for stage in json.loads(done.stdout.splitlines()[-1])["stages"]} == {"cached"}
+    assert "DFLASH_QUOTA_GB" in done.stderr
+    said = [line["message"] for line in stack.api("logs/filter", {"logs": {"flow_run_id": {"any_": [run]}}})]
+    assert any("training rows" in line for line in said)  # what the library says is on the run's page
+    assert any("DFLASH_QUOTA_GB" in line for line in said)
 
 
 def test_a_second_up_says_that_it_is_up(stack: Stack) -> None:
@@ -248,7 +256,8 @@ def test_after_a_power_cut_runs_are_marked_crashed_and_the_next_one_resumes(stac
 def test_a_password_in_an_address_is_refused_before_it_is_recorded(stack: Stack) -> None:
     with pytest.raises(HTTPError) as refusal:
         stack.run(generation={"base_url": "http://me:planted-password-5f1d@host/v1"})
-    assert refusal.value.code in (409, 422)
+    with refusal.value as answer:
+        assert answer.code in (409, 422)
 
 
 def test_down_stops_it_and_finds_nothing_then(stack: Stack) -> None:
@@ -317,22 +326,38 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command("pg_ctl", "-w", "-m", "immediate", "stop")
 
 
-def test_postgresql_by_one_variable(tmp_path: Path, postgres: str) -> None:
-    stack = Stack(tmp_path, PREFECT_SERVER_DATABASE_CONNECTION_URL=postgres)
+@pytest.fixture
+def new_stack(tmp_path: Path) -> Iterator[Callable[..., Stack]]:
+    stacks: list[Stack] = []
+
+    def start(*options: str, **environment: str) -> Stack:
+        stacks.append(Stack(tmp_path, *options, **environment))
+        return stacks[-1]
+
+    yield start
+    for stack in stacks:
+        stack.stop()
+
+
+def test_postgresql_by_one_variable(postgres: str, new_stack: Callable[..., Stack]) -> None:
+    stack = new_stack(PREFECT_SERVER_DATABASE_CONNECTION_URL=postgres)
     run = stack.run(generation={"max_prompts": 4})
     assert stack.wait(run, "Completed", "Failed", "Crashed")["state_name"] == "Completed"
-    assert stack.dflash("down").returncode == 0
+    stack.stop()
     assert not list(stack.home.rglob("prefect.db*"))
     stack.start()  # what was is remembered
     assert stack.api(f"flow_runs/{run}")["state_name"] == "Completed"
-    assert stack.dflash("down").returncode == 0
 
 
-def test_with_a_password_others_may_reach_it_and_only_who_knows_it_is_let_in(tmp_path: Path) -> None:
+def test_with_a_password_others_may_reach_it_and_only_who_knows_it_is_let_in(
+    tmp_path: Path, new_stack: Callable[..., Stack]
+) -> None:
     password = "operator:planted-5f1d"
-    stack = Stack(tmp_path, "--host", "0.0.0.0", PREFECT_SERVER_API_AUTH_STRING=password)
-    with pytest.raises(HTTPError, match="401"):
+    stack = new_stack("--host", "0.0.0.0", PREFECT_SERVER_API_AUTH_STRING=password)
+    with pytest.raises(HTTPError) as refusal:
         stack.api("deployments/filter", {})
+    with refusal.value as answer:
+        assert answer.code == 401
     stack.headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
     assert len(stack.api("deployments/filter", {})) == len(recipes.deployments(recipes.prefect_yaml()))
     # our own commands here know it; others have to say it, and are told so in one line
@@ -342,7 +367,7 @@ def test_with_a_password_others_may_reach_it_and_only_who_knows_it_is_let_in(tmp
     assert "PREFECT_API_AUTH_STRING" in refused.stderr.splitlines()[-1]
     nothing = "--set=generation.max_prompt_tokens=1"  # which fails, but only once it was let in
     assert stack.dflash("run", "demo", nothing, PREFECT_API_AUTH_STRING=password).returncode == 1
-    assert stack.dflash("down").returncode == 0
+    stack.stop()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"planted-5f1d" in path.read_bytes()]
 
 
