@@ -53,6 +53,10 @@ class Visible:
     block_size: int
     window: int = 0
 
+    def lowest_A(self, slot: int) -> Tensor:  # noqa: N802
+        """The first key of the context that a slot of each block sees; the first slot's is the lowest of all."""
+        return torch.maximum(self.first_A, self.end_A + slot - (self.window - 1)) if self.window else self.first_A
+
     def hidden_AWL(self, blocks: slice, keys: slice) -> Tensor:  # noqa: N802
         """Which of some keys of the context some blocks do not see; W is 1 without a window: all slots see the same."""
         tokens_L = torch.arange(keys.start, keys.stop, device=self.end_A.device)
@@ -83,7 +87,7 @@ class Visible:
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         """Blocks in their order, as many together as see common keys, waste few, and are not too many."""
-        lowest_A = torch.maximum(self.first_A, self.end_A - (self.window - 1)) if self.window else self.first_A
+        lowest_A = self.lowest_A(0)
         firsts, ends = lowest_A.tolist(), torch.maximum(lowest_A, self.end_A).tolist()
         chunks = []
         start = 0
@@ -125,9 +129,8 @@ class Visible:
         inside = torch.arange((TILE + W - 2) // W + 1, device=device)
         last_X = (((tiles_X + 1) * TILE - 1) // W).clamp(max=A - 1)
         blocks_XN = torch.minimum(tiles_X[:, None] * TILE // W + inside, last_X[:, None])
-        lowest_A = torch.maximum(first_A, end_A - (window - 1)) if window else first_A
-        highest_A = torch.maximum(first_A, end_A + W - window) if window else first_A  # of the last slot
-        end_XN1, lowest_XN1, highest_XN1 = (part_A[blocks_XN][..., None] for part_A in (end_A, lowest_A, highest_A))
+        ranges = (end_A, self.lowest_A(0), self.lowest_A(W - 1))
+        end_XN1, lowest_XN1, highest_XN1 = (part_A[blocks_XN][..., None] for part_A in ranges)
         full_XY = ((highest_XN1 <= begin_Y) & (end_XN1 >= stop_Y)).all(1)
         some_XY = (torch.maximum(lowest_XN1, begin_Y) < torch.minimum(end_XN1, stop_Y)).any(1)
         some_XY |= (P + blocks_XN[:, :1] * W < stop_Y) & (P + (last_X[:, None] + 1) * W > begin_Y)

@@ -37,9 +37,16 @@ class Documents:
 
     def around(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """(first, end) of the document that each token is in; the place behind all tokens is in the last one."""
+        offsets, numbers = self._found(tokens)
+        return offsets[numbers], offsets[numbers + 1]
+
+    def numbers(self, tokens: Tensor) -> Tensor:
+        """Of the document that each token is in, from 0."""
+        return self._found(tokens)[1]
+
+    def _found(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         offsets = torch.tensor(self.offsets).to(tokens.device, non_blocking=True)
-        number = torch.searchsorted(offsets[1:-1], tokens, right=True)
-        return offsets[number], offsets[number + 1]
+        return offsets, torch.searchsorted(offsets[1:-1], tokens, right=True)
 
 
 def legal_anchors(loss_mask_P: Tensor, documents: Documents) -> Tensor:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from dflash.drafter.model import Ends
 
+LOSSES = ("ce", "kl", "tv", "lk")
+
 LK_ETA = 3.0
 """How soon LK turns from KL to total variation: arXiv 2602.23881 found 3 best."""
 
@@ -65,12 +67,13 @@ def slot_statistics(
     `memory_bytes` bounds the logits in memory at once; 0: what suits the device.
     """
     on_cpu = hidden_NH.device.type == "cpu"
-    of_distributions = any(loss.get(name) for name in ("kl", "tv", "lk"))
-    if of_distributions and final_NH is None:
+    if not compares_distributions(loss):
+        final_NH = None
+    elif final_NH is None:
         raise ValueError(f"loss {dict(loss)} compares distributions, without final states; set extraction.store_final")
-    matrices = 3 if of_distributions else 2  # logits, the verifier's, gradients
+    matrices = 2 if final_NH is None else 3  # logits, gradients, the verifier's
     num_bytes = matrices * ends.head_VH.element_size() + (0 if on_cpu else 2 * matrices * 4)  # and what is in float32
-    chunk = (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 5)) // (ends.vocab_size * num_bytes)
+    chunk = max(1, (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 5)) // (ends.vocab_size * num_bytes))
     cached = torch.get_num_threads() * max(1, CACHED_LOGITS // ends.vocab_size)
     # reductions are in float32, whatever the caller's arithmetic
     with torch.autocast(hidden_NH.device.type, enabled=False):
@@ -78,14 +81,19 @@ def slot_statistics(
             *_SlotStatistics.apply(
                 hidden_NH,
                 labels_N,
-                final_NH if of_distributions else None,
+                final_NH,
                 ends,
-                dict(loss),
+                dict.fromkeys(LOSSES, 0.0) | dict(loss),
                 top_k,
-                max(1, chunk),
-                cached if on_cpu else max(1, chunk),
+                chunk,
+                cached if on_cpu else chunk,
             )
         )
+
+
+def compares_distributions(loss: Mapping[str, float]) -> bool:
+    """Whether a mixture needs the verifier's distribution, beyond the labels."""
+    return any(weight for name, weight in loss.items() if name != "ce")
 
 
 class _SlotStatistics(torch.autograd.Function):
@@ -128,13 +136,13 @@ class _SlotStatistics(torch.autograd.Function):
                 rank_N[some] = label_ranks(z_CV, labels_N[some])
                 if top_k:
                     top_values_NK[some] = z_CV.topk(top_k).values - lse_C[:, None]
-                loss_N[some] = loss.get("ce", 0.0) * nll_N[some]
+                loss_N[some] = loss["ce"] * nll_N[some]
                 if final_CV is not None:
                     loss_N[some] += _compare(q_CV, z_CV, lse_C, final_CV[inner].float(), loss)
                 elif grad_CV is not None:
                     q_CV.mul_(loss["ce"])
                 if grad_CV is not None:  # of ce: q - 1 at the label; the other losses are in q_CV already
-                    ce_C1 = q_CV.new_full((len(q_CV), 1), -loss.get("ce", 0.0))
+                    ce_C1 = q_CV.new_full((len(q_CV), 1), -loss["ce"])
                     grad_CV[inner] = q_CV.scatter_add_(-1, labels_N[some, None], ce_C1)
             if grad_NH is not None and grad_CV is not None:
                 grad_NH[part] = ends.gradient(grad_CV, logits_CV)
@@ -160,13 +168,12 @@ def _compare(q_CV: Tensor, z_CV: Tensor, lse_C: Tensor, verifier_CV: Tensor, los
     work_CV = torch.sub(verifier_CV, z_CV).mul_(p_CV)
     kl_C = work_CV.sum(-1) + lse_C - verifier_lse_C
     tv_C = torch.sub(p_CV, q_CV, out=work_CV).relu_().sum(-1)
-    lk = loss.get("lk", 0.0)
     blend_C = torch.exp(LK_ETA * (tv_C - 1))
-    kl_weight_C = loss.get("kl", 0.0) + lk * blend_C
-    tv_weight_C = loss.get("tv", 0.0) + lk * (1 - blend_C)
+    kl_weight_C = loss["kl"] + loss["lk"] * blend_C
+    tv_weight_C = loss["tv"] + loss["lk"] * (1 - blend_C)
 
     below_CV = torch.gt(p_CV, q_CV, out=work_CV).mul_(q_CV)
-    q_CV.mul_((loss.get("ce", 0.0) + kl_weight_C + tv_weight_C * below_CV.sum(-1))[:, None])
+    q_CV.mul_((loss["ce"] + kl_weight_C + tv_weight_C * below_CV.sum(-1))[:, None])
     q_CV.sub_(p_CV.mul_(kl_weight_C[:, None])).sub_(below_CV.mul_(tv_weight_C[:, None]))
     return kl_weight_C * kl_C + tv_weight_C * tv_C
 

@@ -37,7 +37,8 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     partial = given.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
     rope = {"rope_type": kind, "rope_theta": float(theta), "partial_rotary_factor": float(partial)}
     known = {"original_max_position_embeddings": settings.get("max_position_embeddings")} | given
-    known |= {name: settings[name] for name in ("original_max_position_embeddings",) if settings.get(name)}
+    if length := settings.get("original_max_position_embeddings"):
+        known["original_max_position_embeddings"] = length
     if missing := [name for name in FIELDS[kind] if known.get(name) is None]:
         raise ValueError(f"config.json: RoPE of type {kind!r} lacks {', '.join(missing)}")
     rope |= {name: known[name] for name in FIELDS[kind]}

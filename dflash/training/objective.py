@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dflash.drafter.blocks import block_labels
-from dflash.drafter.losses import slot_statistics, slot_weights
+from dflash.drafter.losses import compares_distributions, slot_statistics, slot_weights
 from dflash.drafter.model import Drafter, Ends
 from dflash.training.batches import Batch
 from dflash.training.metrics import TREE_BUDGETS, Tally, tally
@@ -52,7 +52,7 @@ def block_loss(
         context=drafter.context(features_PF, batch.documents),
     )
     final_NH = None
-    if batch.final_PH is not None and any(weight for name, weight in loss.items() if name != "ce"):
+    if batch.final_PH is not None and compares_distributions(loss):
         # the state at a+k-1 says what follows it: the label of slot k
         before_AS = anchors_A[:, None] + torch.arange(live_AS.shape[1], device=anchors_A.device)
         final_NH = batch.final_PH[before_AS[live_AS]]
@@ -84,7 +84,6 @@ def block_loss(
         top_values_ASK[~live_AS] = dead.top_values_NK
     if groups_DX is None:
         groups_DX = anchors_A.new_empty(len(batch.documents.lengths), 0)
-    ends_D = torch.tensor(batch.documents.offsets[1:]).to(anchors_A.device, non_blocking=True)
     counted = tally(
         loss_A=loss_A,
         weight_A=normaliser_A,
@@ -92,7 +91,7 @@ def block_loss(
         live_AS=live_AS,
         top_values_ASK=top_values_ASK,
         tree_budgets=budgets,
-        groups_AX=groups_DX[torch.searchsorted(ends_D, anchors_A, right=True)],
+        groups_AX=groups_DX[batch.documents.numbers(anchors_A)],
         num_groups=num_groups,
     )
     return loss_A.sum(), counted
