@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -298,32 +299,30 @@ def test_no_secret_is_written_anywhere(stack: Stack) -> None:
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """A PostgreSQL server of its own on a free port of this machine; gives the URL of its database."""
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
     if not versions:
         pytest.skip("needs Debian's package postgresql")
-    folder = tmp_path_factory.mktemp("postgres")
-    # its programs refuse to be run by root
+    # its programs refuse to be run by root, and another user cannot enter pytest's folders
     owner = {"user": "postgres", "group": "postgres"} if os.getuid() == 0 else {}
-    if owner:
-        shutil.chown(folder, **owner)
-        for above in folder.parents[:3]:
-            above.chmod(above.stat().st_mode | 0o011) if above != Path("/tmp") else None
-    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="dflash-postgres-") as folder:
+        if owner:
+            shutil.chown(folder, **owner)
+        port = free_port()
 
-    def command(name: str, *arguments: str) -> None:
-        done = subprocess.run(
-            [str(versions[-1] / name), "-D", str(folder / "data"), *arguments],
-            cwd=folder, capture_output=True, text=True, **owner,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+        def command(name: str, *arguments: str) -> None:
+            done = subprocess.run(
+                [str(versions[-1] / name), "-D", f"{folder}/data", *arguments],
+                cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **owner,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
 
-    command("initdb", "--auth=trust", "--username=prefect", "--no-sync")
-    options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
-    command("pg_ctl", "-w", "-l", str(folder / "log"), "-o", options, "start")
-    yield f"postgresql+asyncpg://prefect@127.0.0.1:{port}/postgres"
-    command("pg_ctl", "-w", "-m", "immediate", "stop")
+        command("initdb", "--auth=trust", "--username=prefect", "--no-sync")
+        options = f"-h 127.0.0.1 -p {port} -k {folder} -c fsync=off"
+        command("pg_ctl", "-w", "-l", f"{folder}/log", "-o", options, "start")
+        yield f"postgresql+asyncpg://prefect@127.0.0.1:{port}/postgres"
+        command("pg_ctl", "-w", "-m", "immediate", "stop")
 
 
 @pytest.fixture
