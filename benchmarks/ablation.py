@@ -30,16 +30,19 @@ import numpy as np
 from dflash.config import ExtractionConfig, GenerationConfig, Recipe, TokenizationConfig, TrainingConfig
 from dflash.corpus.chunks import plan_chunks
 from dflash.corpus.collection import collect
-from dflash.decoding.statistics import Interval, percentile_interval, resampled_sums
+from dflash.decoding.acceptance import CHAIN, method_name
+from dflash.decoding.statistics import percentile_interval, resampled_sums
 from dflash.hidden.planning import plan_shards
 from dflash.keys import extraction_key, generation_key, prompts_key, tokenization_key, training_key
 from dflash.manifests import Artifact, Key, find, home
 from dflash.pinning import PinnedVerifier, pin
 from flows.recipes import load_recipe
 
-METHODS = ("chain", "tree16", "tree64")
+BUDGETS = (16, 64)
+METHODS = (CHAIN, *map(method_name, BUDGETS))
 PLAIN = "plain"
 LONG = 10
+BUNDLED_PROMPTS = 480
 
 PLAIN_RECIPE: dict[str, Any] = {
     # small steps, so that there are many in a minute of one thread: about five rows, 16 blocks of each
@@ -141,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _data(args: argparse.Namespace) -> list[str]:
     if not (args.long and args.data):
         return []
-    return [f"generation.prompts=[{json.dumps(args.data)}]", f"generation.max_prompts={480 * LONG}"]
+    return [f"generation.prompts=[{json.dumps(args.data)}]", f"generation.max_prompts={BUNDLED_PROMPTS * LONG}"]
 
 
 def _steps(args: argparse.Namespace) -> int:
@@ -238,7 +241,7 @@ def run(recipe: Recipe, args: argparse.Namespace, name: str, seed: int) -> dict[
     ends = Ends(store.frozen(), dtype=torch.float32, **store.info["logits"])
     rounds: dict[str, list[tuple[int, int]]] = {method: [] for method in METHODS}
     for number in range(len(store.rows)):
-        replayed = replay(model, ends, store.read(number), budgets=[16, 64])
+        replayed = replay(model, ends, store.read(number), budgets=BUDGETS)
         for method in METHODS:
             rounds[method].append((sum(replayed[method]), len(replayed[method])))
     key = str(training_key(settings, states))
@@ -317,12 +320,8 @@ def table(rows: list[dict[str, Any]], names: Sequence[str]) -> str:
 
 
 def _cell(value: float, resampled_B: np.ndarray, sign: str = "") -> str:
-    low, high = _interval(resampled_B)
+    low, high = percentile_interval(resampled_B)
     return f"{value:{sign}.2f} ({low:{sign}.2f} to {high:{sign}.2f})"
-
-
-def _interval(resampled_B: np.ndarray) -> Interval:
-    return percentile_interval(resampled_B)
 
 
 def _difference(mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> str:

@@ -54,9 +54,9 @@ def launch(
     request: dict[str, Any] = {
         "config": config.model_dump(),
         "hidden_states": hidden_states.model_dump(),
+        "verifier": verifier.model_dump() if verifier else None,
         "group": group,
     }
-    request |= {"verifier": verifier.model_dump() if verifier else None}
     with tempfile.TemporaryDirectory(prefix="dflash-training-") as scratch:
         key = training_key(config, hidden_states)
         folder = Path(scratch) if config.nodes == 1 else in_progress(key)  # which all machines can read

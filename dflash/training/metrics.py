@@ -16,7 +16,9 @@ from torch import Tensor
 from dflash.decoding.ddtree import accepted_within, best_first, label_order
 
 RECALLS = (1, 2, 4, 8, 16, 64)
-STREAKS = (1, 4, 8)
+TOPS = (1, 4, 8)
+"""Accuracy and streak count a label as right where it is among so many best tokens."""
+
 TREE_BUDGETS = (16, 64, 256)
 BY_GROUP = ("loss", "accuracy", "streak", "ddtree_accept")
 """Beginnings of the names of what is told apart by groups."""
@@ -85,9 +87,9 @@ def _averages(sums: dict[str, float]) -> dict[str, float]:
     if not sums:
         return {}
     averages = ratio("loss", "loss", "weight")
-    for k in (1, 4, 8):
+    for k in TOPS:
         averages |= ratio("accuracy" if k == 1 else f"top{k}_accuracy", f"hits{k}", "slots")
-    for k in STREAKS:
+    for k in TOPS:
         averages |= ratio("streak" if k == 1 else f"ddtree_streak{k}", f"streak{k}", "blocks")
     for k in RECALLS:
         averages |= ratio(f"recall@{k}", f"hits{k}", "slots")
@@ -122,7 +124,7 @@ def tally(
     reached_AS = live_AS & torch.nn.functional.pad(right_AS[:, :-1], (1, 0), value=1).bool()
     columns = {"loss": loss_A, "weight": weight_A, "slots": live_AS.sum(-1), "blocks": live_AS.any(-1)}
     columns |= {f"hits{k}": (live_AS & (rank_AS < k)).sum(-1) for k in RECALLS}
-    columns |= {f"streak{k}": (live_AS & (rank_AS < k)).cumprod(-1).sum(-1) for k in STREAKS}
+    columns |= {f"streak{k}": (live_AS & (rank_AS < k)).cumprod(-1).sum(-1) for k in TOPS}
     for slot in range(live_AS.shape[1]):
         columns |= {f"reached:{slot + 1}": reached_AS[:, slot], f"right:{slot + 1}": right_AS[:, slot]}
     columns |= _of_trees(rank_AS, live_AS, top_values_ASK, tree_budgets)

@@ -3,7 +3,6 @@
 Weights may be held in shares by several ranks; in a checkpoint they are whole, so that any number of ranks continues.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,10 +47,9 @@ class Counters:
         return vars(self) | {"blocks": self.blocks.to_json()}
 
     def add_rows(self, rows: Sequence[Row]) -> None:
-        buckets = Counter(self.bucket_tokens)
         for row in rows:
-            buckets[str(row.bucket)] += row.length
-        self.bucket_tokens = dict(buckets)
+            bucket = str(row.bucket)
+            self.bucket_tokens[bucket] = self.bucket_tokens.get(bucket, 0) + row.length
         self.rows += len(rows)
         self.row_tokens += sum(row.length for row in rows)
 
