@@ -34,14 +34,23 @@ class Trees:
 
 def top_tokens(logprobs_BSV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best tokens of each slot: values (B, S, k) descending and their ids, equal values by the lowest id."""
-    more_BSK, ids_BSK = logprobs_BSV.topk(min(k + 1, logprobs_BSV.shape[-1]), dim=-1)
-    torn_BS = more_BSK[..., k:].eq(more_BSK[..., k - 1 : k]).any(-1)  # the first that is left out equals the last taken
-    # topk picks freely among equal values: order those it took, then mend the slots where it left an equal one out
-    ids_BSK, by_id = ids_BSK[..., :k].sort(dim=-1)
-    values_BSK, by_value = more_BSK[..., :k].gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    ids_BSK = ids_BSK.gather(-1, by_value)
-    if torn_BS.any():
-        ids_BSK[torn_BS] = logprobs_BSV[torn_BS].sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    num_tokens = logprobs_BSV.shape[-1]
+    more_BSK, ids_BSK = logprobs_BSV.topk(min(k + 1, num_tokens), dim=-1)
+    values_BSK, ids_BSK = more_BSK[..., :k], ids_BSK[..., :k].contiguous()
+    # topk picks and orders freely among equal values: mend the slots where it took some
+    equal_BSK = more_BSK[..., 1:] == more_BSK[..., :-1]
+    tied_BS, torn_BS = equal_BSK.any(-1), equal_BSK[..., k - 1 :].any(-1)
+    if tied_BS.any():
+        ids_RK, by_id = ids_BSK[tied_BS].sort(dim=-1)
+        by_value = values_BSK[tied_BS].gather(-1, by_id).sort(dim=-1, descending=True, stable=True).indices
+        ids_BSK[tied_BS] = ids_RK.gather(-1, by_value)
+    if torn_BS.any():  # some that equal the last one taken were left out: take the lowest ids of all of them
+        last_R1 = values_BSK[torn_BS][..., -1:]
+        backwards_V = torch.arange(num_tokens, 0, -1, device=ids_BSK.device)
+        lowest_RK = backwards_V.where(logprobs_BSV[torn_BS] == last_R1, 0).topk(k, dim=-1).indices
+        above_R1 = (values_BSK[torn_BS] > last_R1).sum(-1, keepdim=True)
+        place_RK = torch.arange(k, device=ids_BSK.device) - above_R1
+        ids_BSK[torn_BS] = lowest_RK.gather(-1, place_RK.clamp(min=0)).where(place_RK >= 0, ids_BSK[torn_BS])
     return values_BSK, ids_BSK
 
 
@@ -108,15 +117,12 @@ def _level_by_level(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
     )
 
 
-FINITE = 1 << 52  # added to a key, its bits are those of a normal float64, whatever the score
-
-
 def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
     """N steps, each of which takes the best prefix of every block that is not in its tree yet.
 
     That is some node's best child of those that are not: one candidate per node and the root. It is a number whose
-    order is that of prefixes: the bits of -score, then depth, parent and rank. As float64, of which a minimum is found
-    some ten times sooner than of int64.
+    order is that of prefixes: its upper half are the bits of the cost, -score, its lower half depth, parent and rank.
+    As float64, of which a minimum is found some ten times sooner than of int64.
     """
     num_blocks, num_slots, num_candidates = values_BSK.shape
     num_nodes, level = 0, 1
@@ -125,37 +131,36 @@ def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
         num_nodes = min(num_nodes + level, budget)
     row = num_candidates + 1
     # beyond the last rank, and beyond the last slot, nothing is possible
-    values_XB = torch.nn.functional.pad(values_BSK, (0, 1, 0, 1), value=-torch.inf).flatten(1).T.contiguous()
+    costs_XB = torch.nn.functional.pad(values_BSK.abs(), (0, 1, 0, 1), value=torch.inf).flatten(1).T
     bits = max(num_nodes, num_candidates).bit_length()
-    mask, low_bits = (1 << bits) - 1, (1 << 32) - 1
-    if (num_slots + 2) << 2 * bits > low_bits:
+    mask, one_deeper = (1 << bits) - 1, 1 << 2 * bits
+    if (num_slots + 2) << 2 * bits >= 1 << 31:
         raise ValueError(f"a tree of {budget} nodes over {num_slots} slots is too large to number; lower the budget")
-    one_deeper = 1 << 2 * bits
 
-    def keys(scores: Tensor, place: Tensor) -> Tensor:
-        return ((scores.abs().view(torch.int32).long() << 32) + place + FINITE).view(torch.float64)
+    def keys(places: Tensor, costs: Tensor) -> Tensor:
+        return torch.stack([places, costs.view(torch.int32)], dim=-1).view(torch.float64)[..., 0]
 
-    candidates_MB = values_XB.new_full((num_nodes + 1, num_blocks), torch.inf, dtype=torch.float64)
-    scores_MB = values_XB.new_zeros(num_nodes + 1, num_blocks)
-    taken_NB = torch.empty(num_nodes, num_blocks, dtype=torch.int64, device=values_XB.device)
-    candidates_MB[0] = keys(values_XB[0], torch.full_like(taken_NB[0], one_deeper))
-    for node in range(num_nodes):
-        key_B = candidates_MB[: node + 1].amin(0).view(torch.int64) - FINITE
-        place_B = key_B & low_bits
-        rank_B, parent_1B, depth_B = place_B & mask, (place_B >> bits & mask)[None], place_B >> 2 * bits
-        taken_NB[node].copy_(place_B)
-        scores_MB[node + 1].copy_((key_B >> 32).to(torch.int32).view(torch.float32).neg_())
+    candidates_MB = costs_XB.new_full((num_nodes + 1, num_blocks), torch.inf, dtype=torch.float64)
+    taken_MB = torch.zeros_like(candidates_MB)  # the root costs nothing
+    place_MB, cost_bits_MB = taken_MB.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+    cost_MB = cost_bits_MB.view(torch.float32)
+    candidates_MB[0] = keys(torch.full_like(place_MB[0], one_deeper), costs_XB[0])
+    for node in range(1, num_nodes + 1):
+        torch.amin(candidates_MB[:node], 0, out=taken_MB[node])
+        place_B = place_MB[node].contiguous()
+        rank_B, parent_1B, depth_B = place_B & mask, (place_B >> bits & mask).long()[None], place_B >> 2 * bits
         # instead of the prefix: its parent's next child, and its own best one
         sibling_B = (rank_B + 1).clamp_(max=num_candidates)
-        child_B = depth_B.clamp(max=num_slots)
-        next_2B = values_XB.gather(0, torch.stack([(child_B - 1) * row + sibling_B, child_B * row]))
-        next_2B[0] += scores_MB.gather(0, parent_1B)[0]
-        next_2B[1] += scores_MB[node + 1]
-        places_2B = torch.stack([place_B - rank_B + sibling_B, (child_B + 1 << 2 * bits) + (node + 1 << bits)])
-        key_2B = keys(next_2B, places_2B)
+        child_B = depth_B.clamp_(max=num_slots)
+        first_B = child_B * row
+        next_2B = costs_XB.gather(0, torch.stack([first_B + (sibling_B - row), first_B]).long())
+        next_2B[0] += cost_MB.gather(0, parent_1B)[0]
+        next_2B[1] += cost_MB[node]
+        sibling_B += place_B - rank_B
+        key_2B = keys(torch.stack([sibling_B, (child_B << 2 * bits).add_(one_deeper + (node << bits))]), next_2B)
         candidates_MB.scatter_(0, parent_1B, key_2B[:1])
-        candidates_MB[node + 1].copy_(key_2B[1])
-    taken_BN = taken_NB.T
+        candidates_MB[node].copy_(key_2B[1])
+    taken_BN = place_MB[1:].T.long()
     depths_BN = taken_BN >> 2 * bits
     places_BN = (depths_BN - 1).clamp(max=num_slots - 1) * num_candidates + (taken_BN & mask).clamp(
         max=num_candidates - 1
@@ -164,7 +169,7 @@ def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
         tokens_BN=ids_BSK.flatten(1).gather(-1, places_BN),
         parents_BN=(taken_BN >> bits & mask) - 1,
         depths_BN=depths_BN,
-        scores_BN=scores_MB[1:].T,
+        scores_BN=-cost_MB[1:].T,
     )
 
 
