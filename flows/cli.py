@@ -1,5 +1,6 @@
 """`dflash`: run, plan, list, and start the stack. Thin: everything it does is a function elsewhere."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from rich.tree import Tree
 
 from dflash import manifests
 from dflash import plan as planning
-from dflash.config import Recipe, Step
+from dflash.config import EvaluationConfig, Recipe, Step
 from flows import recipes, server
 
 if TYPE_CHECKING:
@@ -232,6 +233,82 @@ def show(
         print(json.dumps(facts), flush=True)
 
 
+VERDICT_CODES = {"better": 0, "same": 0, "worse": 1, "not comparable": 3}
+Report = Annotated[
+    str, typer.Argument(help="A report's folder, or the key of a report or drafter; its beginning is enough.")
+]
+
+
+@app.command()
+def compare(
+    candidate: Report,
+    champion: Report,
+    method: Annotated[str, typer.Option(help="chain or treeN; empty: the largest tree up to 64.")] = "",
+    minimum_difference: Annotated[
+        float, typer.Option(min=0, help="Of acceptance lengths, below which they are the same.")
+    ] = EvaluationConfig.model_fields["minimum_difference"].default,
+    as_json: Json = False,
+) -> None:
+    """Compare two drafters on the same responses: exit 0 where the first is better or the same, 1 where it is worse, 3
+    where they are not comparable.
+    """
+    from dflash.decoding import evaluation, judging, verdict  # loads torch
+
+    with usage_errors():
+        one, other = (verdict.load_evaluated(judging.report_of(name)) for name in (candidate, champion))
+        found = verdict.compare(
+            one,
+            other,
+            method=method or judging.method_of(one.report["methods"]),
+            minimum_difference=minimum_difference,
+            seed=evaluation.SEED,
+        )
+    table = _table("category", "verdict", "reason", title=f"{found.candidate} against {found.champion}, {found.method}")
+    for name, part in found.categories.items():
+        table.add_row(name, part.verdict, part.reason)
+    table.add_row("all", found.verdict, found.reason)
+    out.print(table)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(found)), flush=True)
+    raise typer.Exit(VERDICT_CODES[found.verdict])
+
+
+@app.command()
+def promote(
+    key: Annotated[str, typer.Argument(help="Of a report, or of a drafter that has one; its beginning is enough.")],
+    reason: Annotated[str, typer.Option(help="Kept in the log of promotions.")] = "by hand",
+) -> None:
+    """Make a drafter the champion of its verifier, whatever the verdict."""
+    from dflash.decoding import judging
+
+    with usage_errors():
+        verifier, champion = judging.promote_by_hand(key, reason=reason)
+    print(f"champion of {verifier}: {champion.drafter} ({champion.report})", file=sys.stderr)
+
+
+@app.command()
+def champion(
+    log: Annotated[bool, typer.Option("--log", help="Every promotion there was.")] = False, as_json: Json = False
+) -> None:
+    """Show the champion of each verifier: the drafter that others have to beat."""
+    from dflash.decoding import champions, judging
+
+    with usage_errors():
+        current = judging.all_champions()
+        rows = [
+            (verifier, one)
+            for verifier, last in current.items()
+            for one in (champions.promotions(verifier) if log else [last])
+        ]
+    table = _table("verifier", "drafter", "report", "promoted", "reason", title=str(manifests.home() / "champions"))
+    for verifier, one in rows:
+        table.add_row(verifier, one.drafter, one.report, f"{one.promoted:%Y-%m-%d %H:%M}", one.reason)
+    out.print(table)
+    if as_json:
+        listed = [{"verifier": verifier} | one.model_dump(mode="json") for verifier, one in rows]
+        print(json.dumps({"champions": listed}), flush=True)
+
+
 @app.command()
 def gc(
     days: Annotated[float, typer.Option(min=0, help="Keep what was used in so many days.")] = 14,
@@ -349,6 +426,7 @@ def _show_result(record: "RunRecord", url: str | None) -> None:
         ("steps", steps),
         ("report", record.report),
         ("drafter", record.drafter),
+        ("verdict", f"{record.verdict}; champion {record.champion}"),
         ("run page", page if url else f"{page} (after: dflash up)"),
     ):
         print(f"{name:<9}{text}")

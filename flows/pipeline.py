@@ -23,6 +23,7 @@ from flows.runners import CallAll, one_after_another, runner_of
 from flows.steps import CURRENT, RunRecord, Steps
 from flows.watch import begin, end
 from tasks.evaluation import evaluation as evaluation_task
+from tasks.evaluation import verdict as verdict_task
 from tasks.extraction import extract_shard, plan_extraction, probe_extraction, seal_extraction
 from tasks.generation import collect_prompts, generate_chunk, plan_generation, seal_generation
 from tasks.tokenization import tokenization as tokenization_task
@@ -143,15 +144,18 @@ def pipeline(
     )
     drafter = steps.run("training", training_task, training, training_states, pinned)
     report = steps.run("evaluation", evaluation_task, evaluation, drafter, evaluation_states, pinned)
+    with steps.watch("evaluation"):
+        judged = verdict_task(evaluation, drafter, report, evaluation_states, pinned, tree_budget=training.tree_budget)
 
     record.report = str(report.path / "report.md")
     record.drafter = str(drafter.path)
     record.acceptance_length = report.summary["acceptance_length"]
+    record.verdict, record.champion = judged["verdict"], judged["champion"]
     stages = "\n".join(f"| {s.stage} | {s.state} | {s.seconds:.1f} s | `{s.fingerprint}` |" for s in record.stages)
     create_markdown_artifact(
         f"{(report.path / 'report.md').read_text()}\n\n"
         f"## Steps\n\n| step | state | time | key |\n|---|---|--:|---|\n{stages}\n\n"
-        f"Drafter: `{record.drafter}`\n",
+        f"Drafter: `{record.drafter}`, {judged['verdict']}: {judged['reason']}\n",
         key="pipeline-result",
         description="Acceptance length, and which steps ran",
     )

@@ -33,6 +33,8 @@ class RunRecord(BaseModel):
     acceptance_length: dict[str, float | None] = {}
     report: str | None = None
     drafter: str | None = None
+    verdict: str | None = None
+    champion: str | None = None
     flow_run_id: str | None = None
 
 

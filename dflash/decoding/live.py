@@ -251,20 +251,23 @@ def measure(
     *,
     methods: Sequence[Method],
     layers: Sequence[int],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     storage_dtype: str,
     temperature: float = 0.0,
     top_p: float = 1.0,
 ) -> list[Measured]:
     """Decode prompts one by one, each by every method in turn, so that a noisy machine is noisy for all of them.
 
+    `max_new_tokens` is one number for all prompts, or each one's own.
+
     Plain decoding comes first, whether it is among the methods or not. A prompt's number is its seed. The first prompt
     is decoded once more before the clock counts.
     """
     each: list[Method] = [PLAIN, *(method for method in methods if method != PLAIN)]
     measured = [Measured(method, [], defaultdict(float)) for method in each]
+    longest = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
 
-    def run(prompt: list[int], method: Method, seed: int, seconds: dict[Step, float]) -> Decoded:
+    def run(number: int, method: Method, seconds: dict[Step, float]) -> Decoded:
         before = _now(verifier.device)
 
         def lap(step: Step) -> None:
@@ -277,22 +280,22 @@ def measure(
             verifier,
             drafter,
             ends,
-            prompt,
+            prompts[number],
             layers=layers,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=longest[number],
             method=method,
             storage_dtype=storage_dtype,
             temperature=temperature,
             top_p=top_p,
-            seed=seed,
+            seed=number,
             done=lap,
         )
 
     for one in measured:
-        run(prompts[0], one.method, 0, defaultdict(float))
-    for number, prompt in enumerate(prompts):
+        run(0, one.method, defaultdict(float))
+    for number in range(len(prompts)):
         for one in measured:
-            one.responses.append(run(prompt, one.method, number, one.seconds))
+            one.responses.append(run(number, one.method, one.seconds))
     return measured
 
 

@@ -2,10 +2,11 @@
 
     python -m dflash.decoding.parity request.json
 
-The training process writes what its own code path drafts after some anchors (`ask`), the other one loads the exported
-folder and the verifier, and nothing else: taps, mask token and RoPE as config.json says, embedding and head as the
-verifier has them. It compares, decodes the prompts live, and compares the rounds with replay. Where drafts differ it
-changes one thing at a time until they do not, which names the defect. Knows no artifact and no store.
+The training process writes what its own code path drafts after some anchors (`remember`), the one that asks names the
+exported folder (`ask`), and a third loads that folder and the verifier, and nothing else: taps, mask token and RoPE as
+config.json says, embedding and head as the verifier has them. It compares, decodes the prompts live, and compares the
+rounds with replay. Where drafts differ it changes one thing at a time until they do not, which names the defect. Knows
+no artifact and no store.
 
 A anchors, S slots, T tokens, F features, H hidden
 """
@@ -24,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash.decoding.acceptance import CHAIN, method_name
-from dflash.decoding.live import Method, decode
+from dflash.decoding.live import Decoded, Method, decode
 from dflash.decoding.replay import replay, response_span
 from dflash.devices import resolve_device
 from dflash.drafter.blocks import Documents
@@ -35,16 +36,20 @@ from dflash.hidden.store import RowStates
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import FINAL_NORMS, Verifier, load_verifier
 
-NEAR_TIE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Slots whose best two log-probabilities are closer than that are not compared."""
-MUST_AGREE = {"float32": 1.0, "float16": 0.99, "bfloat16": 0.99}
+REFERENCE = "parity.safetensors"  # beside a drafter that was trained here
+MOST_ANCHORS = 32  # of a response: 15 slots of 32 anchors are 290 MB of logits where the vocabulary is large
+NEAR_TIE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5, "fp8": 0.5}
+"""Slots whose best two log-probabilities are closer than that are not compared, by the coarser of the verifier's
+arithmetic and the stored states; in this order."""
+MUST_AGREE = {"float32": 1.0, "float16": 0.99, "bfloat16": 0.99, "fp8": 0.99}
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 SECONDS = 1800.0
 
 
 class Parity(NamedTuple):
-    """What the other process found. `agreement` is the share of compared slots that are drafted alike; `defect` is
-    empty where all is well, else one of taps, norm, RoPE, mask, positions, head, mask token, live decoding, unknown.
+    """What the other process found. `agreement` is the share of compared slots that are drafted alike, 1 where no slot
+    was sure enough to be compared; `defect` is empty where all is well, else one of taps, norm, RoPE, mask, positions,
+    head, mask token, live decoding, unknown.
     """
 
     agreement: float
@@ -55,28 +60,21 @@ class Parity(NamedTuple):
 
 
 @torch.no_grad()
-def ask(
-    request: Path,
-    exported: Path,
-    *,
-    drafter: Drafter,
-    ends: Ends,
-    rows: Sequence[RowStates],
-    verifier: PinnedVerifier,
-    storage_dtype: str,
-    budget: int,
-) -> None:
-    """Write a request, and its reference beside it: what `drafter`, as it was trained, drafts after every anchor of the
-    responses of `rows`, by the same packed pass as in training.
+def remember(path: Path, *, drafter: Drafter, ends: Ends, rows: Sequence[RowStates], storage_dtype: str) -> None:
+    """Write what `drafter`, as it was trained, drafts after the first anchors of the responses of `rows`, by the same
+    packed pass as in training. Both are in the verifier's dtype; the rows' states were stored as `storage_dtype`.
+    Nothing is written where no response has an anchor, that is two tokens.
     """
     device = drafter.fc.weight.device
-    spans = [response_span(row.loss_mask_T) for row in rows]
-    documents = Documents(tuple(end - 1 for _, end in spans))
-    context = drafter.context(
-        torch.cat([row.features_TF[: end - 1].to(device) for row, (_, end) in zip(rows, spans, strict=True)]), documents
-    )
+    spans = [(row, *response_span(row.loss_mask_T)) for row in rows]
+    responses = [(row, first, min(end, first + MOST_ANCHORS + 1)) for row, first, end in spans if end - first > 1]
+    if not responses:
+        return
+    documents = Documents(tuple(end - 1 for _, _, end in responses))
+    features_PF = torch.cat([row.features_TF[: end - 1].to(device) for row, _, end in responses])
+    context = drafter.context(features_PF, documents)
     reference = {}
-    for number, (row, (first, end)) in enumerate(zip(rows, spans, strict=True)):
+    for number, (row, first, end) in enumerate(responses):
         ids_T = row.input_ids_T[:end].long()
         reference[f"ids.{number}"], reference[f"first.{number}"] = ids_T, torch.tensor(first)
         anchors_A = torch.arange(first, end - 1, device=device)
@@ -86,13 +84,17 @@ def ask(
         best_AS2 = ends.logits(hidden_ASH).float().log_softmax(-1).topk(2)
         reference[f"drafts.{number}"] = best_AS2.indices[..., 0].cpu()
         reference[f"margins.{number}"] = (best_AS2.values[..., 0] - best_AS2.values[..., 1]).cpu()
-    save_file({name: part.contiguous() for name, part in reference.items()}, request.with_suffix(".safetensors"))
+    dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
+    metadata = {"storage_dtype": storage_dtype, "trained": json.dumps(drafter.config.to_json(dtype=dtype))}
+    save_file({name: part.contiguous() for name, part in reference.items()}, path, metadata=metadata)
+
+
+def ask(request: Path, exported: Path, *, reference: Path, verifier: PinnedVerifier, budget: int) -> None:
+    """Write a request: whether the drafter in a folder drafts what `remember` has written."""
     asked = {
         "exported": str(exported.absolute()),
+        "reference": str(reference.absolute()),
         "verifier": verifier.model_dump(mode="json"),
-        "trained": drafter.config.to_json(dtype=verifier.dtype),
-        "rows": len(rows),
-        "storage_dtype": storage_dtype,
         "budget": budget,
     }
     request.write_text(json.dumps(asked) + "\n")
@@ -169,7 +171,7 @@ def agreement(
         drafts_AS = served.ends.logits(hidden_ASH).argmax(-1).cpu()
         same += int((drafts_AS == reference.drafts_AS)[reference.sure_AS].sum())
         compared += int(reference.sure_AS.sum())
-    return same / max(compared, 1), compared
+    return same / compared if compared else 1.0, compared
 
 
 def hypotheses(
@@ -246,31 +248,34 @@ def live_rounds(
     if not verifier.has_running_state:
         methods[method_name(budget)] = budget
     for number, reference in enumerate(references):
-        prompt, response = reference.ids_T[: reference.first].tolist(), reference.ids_T[reference.first :].tolist()
-        ids_T = reference.ids_T.to(verifier.device)
-        mask_T = torch.arange(len(ids_T)) >= reference.first
-        features_TF = features(verifier, served, ids_T, storage_dtype=storage_dtype)
-        replayed = replay(
-            served.drafter, served.ends, RowStates(features_TF, reference.ids_T, mask_T, mask_T), budgets=[budget]
-        )
-        for name, method in methods.items():
-            live = decode(
+        prompt = reference.ids_T[: reference.first].tolist()
+
+        def live(method: Method, prompt: list[int] = prompt, longest: int = len(reference.drafts_AS) + 1) -> Decoded:
+            return decode(
                 verifier,
                 served.drafter,
                 served.ends,
                 prompt,
                 layers=served.layers,
-                max_new_tokens=len(response),
+                max_new_tokens=longest,
                 method=method,
                 storage_dtype=storage_dtype,
             )
-            if (live.ids, live.accepted) != (response, replayed[name]):
-                what = "rounds" if live.ids == response else "text"
+
+        response = live("plain").ids  # what the drafter was trained on may have been sampled, or be someone else's
+        ids_T = torch.tensor(prompt + response)
+        mask_T = torch.arange(len(ids_T)) >= reference.first
+        features_TF = features(verifier, served, ids_T.to(verifier.device), storage_dtype=storage_dtype)
+        replayed = replay(served.drafter, served.ends, RowStates(features_TF, ids_T, mask_T, mask_T), budgets=[budget])
+        for name, method in methods.items():
+            found = live(method)
+            if (found.ids, found.accepted) != (response, replayed[name]):
+                what = "rounds" if found.ids == response else "text"
                 return (
                     rounds,
                     f"prompt {number}, {name}: {what} other than in replay, though all drafts are as in training",
                 )
-            rounds += len(live.accepted)
+            rounds += len(found.accepted)
     return rounds, ""
 
 
@@ -282,31 +287,32 @@ def answer(request: Path) -> Parity:
     dtype, device = getattr(torch, pinned.dtype), resolve_device(pinned.device)
     drafter = load_drafter(Path(asked["exported"]), dtype=dtype, device=device)
     ends = Ends(verifier.frozen_weights(), dtype=dtype, device=device, **verifier.logit_rule._asdict())
-    with safe_open(request.with_suffix(".safetensors"), "pt") as file:
+    with safe_open(asked["reference"], "pt") as file:
+        storage_dtype, trained = (file.metadata()[name] for name in ("storage_dtype", "trained"))
+        precision = max(pinned.dtype, storage_dtype, key=list(NEAR_TIE).index)
         references = [
             Reference(
                 file.get_tensor(f"ids.{number}"),
                 int(file.get_tensor(f"first.{number}")),
                 file.get_tensor(f"drafts.{number}"),
-                file.get_tensor(f"margins.{number}") > NEAR_TIE[pinned.dtype],
+                file.get_tensor(f"margins.{number}") > NEAR_TIE[precision],
             )
-            for number in range(asked["rows"])
+            for number in range(len(file.keys()) // 4)
         ]
     served = Served(drafter, ends, drafter.config.target_layer_ids)
-    storage_dtype = asked["storage_dtype"]
     share, compared = agreement(verifier, served, references, storage_dtype=storage_dtype)
-    if share < MUST_AGREE[pinned.dtype]:
+    if share < MUST_AGREE[precision]:
         defect, explanation = diagnose(
             verifier,
             served,
             references,
-            trained=DrafterConfig.from_json(asked["trained"]),
+            trained=DrafterConfig.from_json(json.loads(trained)),
             storage_dtype=storage_dtype,
             special_ids=sorted({token for ids in pinned.special_ids.values() for token in ids}),
-            enough=MUST_AGREE[pinned.dtype],
+            enough=MUST_AGREE[precision],
         )
         return Parity(share, compared, 0, defect, explanation)
-    if pinned.dtype != "float32":  # near-ties of the verifier itself fall otherwise in passes of another shape
+    if precision != "float32":  # near-ties of the verifier itself fall otherwise in passes of another shape
         return Parity(share, compared, 0)
     rounds, difference = live_rounds(verifier, served, references, storage_dtype=storage_dtype, budget=asked["budget"])
     return Parity(share, compared, rounds, "live decoding" if difference else "", difference)

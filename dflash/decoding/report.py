@@ -32,12 +32,17 @@ def assemble(
     live: Mapping[str, Any],
     costs: Costs | None = None,
     worst: Sequence[Mapping[str, Any]] = (),
+    trained: Mapping[str, Any] | None = None,
+    evaluated: Mapping[str, Any] | None = None,
+    parity: Mapping[str, Any] | None = None,
+    warnings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The record of report.json.
 
     `verifier` has name, identity and dtype; `hidden_states` the key of each set's; `conditions` what else must be equal
     for numbers to be comparable, such as the template and the thinking mode; `live` the section of that name, with
-    `timing` where decoding was timed. Every response has the same methods.
+    `timing` where decoding was timed. `trained` and `evaluated` say under which conditions, `parity` what the gate
+    found; `warnings` come before the notes. Every response has the same methods.
     Raises ValueError where there is no response.
     """
     if not responses:
@@ -64,7 +69,10 @@ def assemble(
         "num_slots": num_slots,
         "methods": methods,
         "acceptance_length": overall["acceptance_length"],
-        "notes": _notes(overall),
+        "notes": [*warnings, *_notes(overall)],
+        "trained": dict(trained) if trained else None,
+        "evaluated": dict(evaluated) if evaluated else None,
+        "parity": dict(parity) if parity else None,
         "overall": overall,
         "sets": {
             name: numbers(group) | {"categories": {c: numbers(part) for c, part in sorted(categories[name].items())}}

@@ -24,6 +24,7 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from dflash.config import TrainingConfig
+from dflash.decoding.parity import REFERENCE, remember
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
 from dflash.drafter.initialisation import initialise
@@ -55,6 +56,7 @@ from dflash.training.validation import (
 log = logging.getLogger(__name__)
 
 BUFFERS = 4  # micro-batches in memory: one in use, and a reading thread for each of the others
+REMEMBERED_ROWS = 4  # held-out ones first, for the parity gate
 ANCHORS, NOISE = 0, 1  # purposes of random numbers
 
 
@@ -304,7 +306,9 @@ def _train(
         summary |= {"skipped": state.steadiness.skipped, "best": chosen}
         summary |= {name: of_all_rows(last_row(history, name)) for name in ("train", "validation")}
         with publish(key, summary=summary) as (scratch, result):
-            save_drafter(scratch, plain_copy(state.drafter, weights).to(dtype))
+            drafter = plain_copy(state.drafter, weights).to(dtype)
+            save_drafter(scratch, drafter)
+            _remember_drafts(scratch / REFERENCE, drafter, store, [*validation_rows, *train_rows])
             (scratch / "best.json").write_text(json.dumps(chosen, indent=1) + "\n")
             shutil.copyfile(folder / "metrics.jsonl", scratch / "metrics.jsonl")
             (scratch / "plots").mkdir()
@@ -314,6 +318,18 @@ def _train(
     artifact = ranks.share(artifact)
     assert artifact is not None, "the first rank has published it"
     return artifact
+
+
+def _remember_drafts(path: Path, drafter: Drafter, store: HiddenStates, rows: Sequence[int]) -> None:
+    """For the parity gate: what the drafter drafts for some rows in the verifier's precision, in which it is served."""
+    dtype, device = getattr(torch, store.info["verifier"]["dtype"]), drafter.fc.weight.device
+    remember(
+        path,
+        drafter=drafter.to(dtype).eval(),
+        ends=Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"]),
+        rows=[store.read(row) for row in rows[:REMEMBERED_ROWS]],
+        storage_dtype=store.info["storage_dtype"],
+    )
 
 
 def new_state(

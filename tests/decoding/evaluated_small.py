@@ -15,6 +15,7 @@ NUM_SLOTS = 7
 BUDGETS = (8, 64, 512)
 VERIFIER = {"name": "tiny", "identity": "0123456789abcdef", "dtype": "float32"}
 LIVE = {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": []}
+CONDITIONS = {"dtype": "float32", "template": "t1", "thinking": "default", "max_new_tokens": 128}
 COSTS = Costs(draft_seconds=0.002, verify=((0, 0.02), (64, 0.022), (256, 0.04)), source="given")
 
 
@@ -104,6 +105,10 @@ def full_report(responses: Sequence[Response]) -> dict[str, Any]:
         responses,
         costs=COSTS,
         worst=worst_cases(responses, method=CHAIN, prompt=lambda r: f"Prompt of {r.id} <b>&", text=text),
+        trained={"rows": 100, "overlap": 1, "conditions": CONDITIONS},
+        evaluated=CONDITIONS,
+        parity={"agreement": 1.0, "compared": 900, "rounds": 80, "defect": "", "explanation": ""},
+        warnings=["1 of 12 prompts are in the training data."],
         live={
             "prompts": 1,
             "text_equal": True,

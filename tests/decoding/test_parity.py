@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dflash.bundled import resolve
 from dflash.config import VerifierConfig
-from dflash.decoding.parity import Parity, answer, ask, check
+from dflash.decoding.parity import REFERENCE, Parity, answer, ask, check, remember
 from dflash.drafter.export import save_drafter
 from dflash.drafter.model import Context, Drafter, DrafterConfig, Ends
 from dflash.hidden.store import RowStates
@@ -63,13 +63,13 @@ class Gate:
         trained: dict[str, Any] = {"drafter": self.drafter, "ends": self.ends, "rows": self.rows} | changes
         (folder / "exported").mkdir()
         save_drafter(folder / "exported", self.drafter)
+        remember(folder / REFERENCE, storage_dtype="float32", **trained)
         ask(
             folder / "request.json",
             folder / "exported",
+            reference=folder / REFERENCE,
             verifier=self.pinned,
-            storage_dtype="float32",
             budget=16,
-            **trained,
         )
         return folder / "request.json"
 

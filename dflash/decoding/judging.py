@@ -1,0 +1,166 @@
+"""After a report: its row in the history, the verdict against the verifier's champion, the promotion of a better one.
+
+Always done again, also where the report was found: each part changes nothing the second time. Knows no model.
+"""
+
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from dflash.config import EvaluationConfig
+from dflash.decoding.acceptance import CHAIN, method_name, num_nodes
+from dflash.decoding.champions import Champion, champion_of, promote
+from dflash.decoding.evaluation import SEED, evaluate, usual_budget
+from dflash.decoding.history import append
+from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
+from dflash.drafter.export import read_config
+from dflash.keys import evaluation_key
+from dflash.manifests import Artifact, Damaged, Manifest, find, home, load_manifest, manifests
+from dflash.pinning import PinnedVerifier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of a drafter: `first` and `champion` say that there was nobody else to compare it with.
+
+    `champion` is the verifier's one afterwards, by the key of its artifact; None where there is none.
+    """
+
+    verdict: Verdict | Literal["first", "champion"]
+    reason: str
+    promoted: bool
+    champion: str | None
+    comparison: Comparison | None = None
+
+
+def judge(
+    config: EvaluationConfig,
+    drafter: Artifact,
+    report: Artifact,
+    hidden_states: Artifact,
+    verifier: PinnedVerifier,
+    *,
+    tree_budget: int,
+) -> Judgement:
+    """Compare with the champion on the responses of this report, for which the champion is evaluated too if need be.
+
+    By the tree of `tree_budget` (0: the chain) where it was evaluated. Promoted is what is better, or where there is
+    none, unless the parity gate was off. Raises ValueError where history or champion are damaged, or where another one
+    was promoted in the meantime.
+    """
+    candidate = load_evaluated(report.path)
+    append(candidate.report, key=report.key, created=load_manifest(report.path).created)
+    champion = champion_of(verifier.identity)
+    if champion and champion.drafter == drafter.key:
+        return Judgement("champion", "it is the champion itself", promoted=False, champion=drafter.key)
+    comparison = None
+    verdict: Verdict | Literal["first"] = "first"
+    reason = "the first of its verifier"
+    if champion:
+        rival, obstacle = _report_on(champion, config, hidden_states, verifier)
+        if rival is None:
+            return Judgement("not comparable", obstacle, promoted=False, champion=champion.drafter)
+        comparison = compare(
+            candidate,
+            load_evaluated(rival.path),
+            method=method_of(candidate.report["methods"], tree_budget=tree_budget),
+            minimum_difference=config.minimum_difference,
+            seed=SEED,
+        )
+        verdict, reason = comparison.verdict, f"{comparison.method}: {comparison.reason}"
+    promoted = verdict in ("first", "better")
+    if promoted and not (candidate.report["parity"] and candidate.report["parity"]["compared"]):
+        promoted, reason = False, f"{reason}; not promoted, as the parity gate compared nothing"
+    if promoted:
+        champion = promote(
+            verifier.identity,
+            drafter=drafter.key,
+            report=report.key,
+            reason=reason,
+            promoted=datetime.now(UTC),
+            instead_of=champion,
+        )
+    log.info("verdict on %s: %s (%s)", drafter.key, verdict, reason)
+    return Judgement(verdict, reason, promoted, champion.drafter if champion else None, comparison)
+
+
+def _report_on(
+    champion: Champion, config: EvaluationConfig, hidden_states: Artifact, verifier: PinnedVerifier
+) -> tuple[Artifact | None, str]:
+    """The champion's report with these settings on these hidden states, made now if need be; else why there is none."""
+    try:
+        drafter = load_manifest(home() / "artifacts" / "training" / champion.drafter).artifact()
+        layers = list(read_config(drafter.path).target_layer_ids)
+    except ValueError as error:
+        return None, f"the champion {champion.drafter} is not whole any more: {error}"
+    if layers != hidden_states.summary["target_layer_ids"]:
+        return None, f"the champion has taps {layers}, the hidden states {hidden_states.summary['target_layer_ids']}"
+    try:
+        found = find(evaluation_key(config, drafter, hidden_states, verifier))
+    except Damaged:
+        found = None
+    if not found:
+        log.info("the champion %s has no report on these responses yet", champion.drafter)
+        found = evaluate(config, drafter, hidden_states, verifier)
+    return found, ""
+
+
+def method_of(methods: list[str], *, tree_budget: int | None = None) -> str:
+    """What drafters are compared by: the tree of that budget or (0) the chain; where it was not evaluated, or no budget
+    is given, the largest tree of up to 64 nodes.
+    """
+    asked = None if tree_budget is None else method_name(tree_budget) if tree_budget else CHAIN
+    if asked in methods:
+        return asked
+    budgets = [num_nodes(method, num_slots=0) for method in methods if method != CHAIN]
+    return method_name(usual_budget(budgets)) if budgets else CHAIN
+
+
+def report_of(name: str) -> Path:
+    """The folder of a report: given as such, by its key, or as the newest one on the drafter of a key; the beginning of
+    a key is enough. Raises ValueError where there is none, or several begin so.
+    """
+    if (Path(name) / "report.json").is_file():
+        return Path(name)
+    return _found(name, "evaluation").path
+
+
+def _found(name: str, stage: str) -> Manifest:
+    known = manifests()  # the newest first
+    named = [m for m in known if m.key.startswith(name) or m.key.rpartition("-")[2].startswith(name)]
+    named = [m for m in named if m.key == name] or named
+    if len(named) > 1:
+        raise ValueError(f"{name}: several begin so; give more of {', '.join(sorted(m.key for m in named))}")
+    if named and named[0].stage == stage:
+        return named[0]
+    if named and named[0].stage == "training":
+        for report in known:
+            if report.stage == stage and report.inputs["drafter"] == named[0].identity:
+                return report
+        raise ValueError(f"{name}: {named[0].key} has no report yet; run a recipe that evaluates it")
+    raise ValueError(f"{name}: no report, and no drafter with one, begins so under {home()}; dflash ls shows them")
+
+
+def promote_by_hand(name: str, *, reason: str) -> tuple[str, Champion]:
+    """Make the drafter of a report (as for `report_of`) its verifier's champion; the verifier's identity, and it."""
+    report = _found(name, "evaluation")
+    facts: dict[str, Any] = dict(load_evaluated(report.path).report)
+    verifier = facts["verifier"]["identity"]
+    return verifier, promote(
+        verifier,
+        drafter=facts["drafter"],
+        report=report.key,
+        reason=reason,
+        promoted=datetime.now(UTC),
+        instead_of=champion_of(verifier),
+    )
+
+
+def all_champions() -> dict[str, Champion]:
+    """By the identity of their verifiers."""
+    found = {path.stem: champion_of(path.stem) for path in sorted((home() / "champions").glob("*.json"))}
+    return {verifier: champion for verifier, champion in found.items() if champion}
