@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks.peers import Trainer, Unavailable, peers_python, write_case
-from dflash.drafter.model import DrafterConfig
-from tests.drafter.small import VERIFIER
+from tests.drafter.small import make_config
 
 BLOCK_SIZE = 5
 GAMMA = 3.0
@@ -37,12 +36,9 @@ def two_steps(tmp_path: Path) -> Steps:
 
 
 def case(folder: Path, *, lengths: list[int], slot_weights: str, anchors: torch.Tensor | None = None) -> None:
-    shape = DrafterConfig.from_verifier(
-        VERIFIER, block_size=BLOCK_SIZE, num_layers=2, mask_token_id=60, target_layer_ids=[1, 3]
-    )
     write_case(
         folder,
-        shape,
+        make_config(block_size=BLOCK_SIZE),
         lengths=lengths,
         prompt=3,
         anchors=anchors,

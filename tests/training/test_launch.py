@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dflash.keys import training_key
 from dflash.manifests import in_progress
 from dflash.training.launch import _cause, _gpus, _torchrun, launch
 from dflash.training.loop import train
 from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
+from tests.training.test_loop import same, weights
 
 LONG = {"epochs": 60, "max_steps": 80, "validate_every": 1000, "save_every": 5, "log_every": 7}
 
@@ -31,12 +31,18 @@ def _own_root(home, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # bit-identity holds for equal thread counts
 
 
-def weights(artifact):
-    return load_file(artifact.path / "model.safetensors")
+def launch_and_cancel(config, states) -> None:
+    """A launch that is cancelled when it first reports progress."""
 
+    def cancel(number, frame):
+        raise Cancelled
 
-def same(left, right):
-    return all(torch.equal(left[name], right[name]) for name in left)
+    previous = signal.signal(signal.SIGUSR1, cancel)
+    try:
+        with pytest.raises(Cancelled):
+            launch(config, states, progress=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
 
 
 @contextmanager
@@ -61,19 +67,10 @@ def test_when_its_starter_is_gone_it_leaves_a_checkpoint_and_says_so(tmp_path):
     assert len(list(in_progress(training_key(config, states)).glob("step-*"))) == 1
 
 
-def test_an_interruption_reaches_the_trainer_and_the_next_launch_continues(monkeypatch):
+def test_an_interruption_reaches_the_trainer_and_the_next_launch_continues():
     states, config = make_states(LENGTHS), make_config(**LONG | {"save_every": 1000})
     expected = weights(train(config, states))
-
-    def cancel(number, frame):
-        raise Cancelled
-
-    previous = signal.signal(signal.SIGUSR1, cancel)
-    try:
-        with pytest.raises(Cancelled):
-            launch(config, states, progress=lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+    launch_and_cancel(config, states)
     assert len(list(in_progress(training_key(config, states)).glob("step-*"))) == 1
     reports = []
     artifact = launch(config, states, progress=lambda *report: reports.append(report[:2]))

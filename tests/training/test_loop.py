@@ -212,11 +212,6 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_the_same(caplog):
     assert rows_of(resumed) == expected[1]
 
 
-def test_validation_rows_are_optional():
-    rows = rows_of(train(make_config(max_steps=2), make_states(LENGTHS, validation=0)))
-    assert [row["train/step"] for row in rows] == [2]
-
-
 def test_a_second_training_of_the_same_key_waits_and_takes_what_the_first_made():
     states, config = make_states(LENGTHS), make_config(max_steps=6)
     inside, finish = threading.Event(), threading.Event()

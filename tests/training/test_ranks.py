@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from dflash.keys import training_key
 from dflash.manifests import in_progress
@@ -18,7 +17,8 @@ from dflash.training.launch import launch
 from dflash.training.loop import train
 from dflash.training.validation import PREFIX
 from tests.training.small import LENGTHS, make_config, make_states
-from tests.training.test_loop import rows_of
+from tests.training.test_launch import launch_and_cancel
+from tests.training.test_loop import rows_of, weights
 
 TWO = {"accumulation": 4, "max_tokens_per_batch": 45, "num_anchors": 3, "validate_every": 2}
 
@@ -27,14 +27,6 @@ TWO = {"accumulation": 4, "max_tokens_per_batch": 45, "num_anchors": 3, "validat
 def _own_root(home, monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-class Cancelled(BaseException):
-    """As an orchestrator raises it in the main thread."""
-
-
-def weights(artifact):
-    return load_file(artifact.path / "model.safetensors")
 
 
 def close(left, right, *, tolerance=1e-5):
@@ -72,10 +64,6 @@ def test_a_run_of_two_processes_stops_together_and_another_number_of_them_contin
     changes = TWO | {"epochs": 40, "save_every": 1000, "validate_every": 1000}
     alone = train(make_config(**changes), states)
     expected = weights(alone)
-
-    def cancel(number, frame):
-        raise Cancelled
-
     two = make_config(**changes, processes=2)
     request = tmp_path / "request.json"
     request.write_text(json.dumps({"config": two.model_dump(), "hidden_states": states.model_dump()}))
@@ -86,16 +74,7 @@ def test_a_run_of_two_processes_stops_together_and_another_number_of_them_contin
         assert "stopped" in json.loads(child.stdout.readlines()[-1])
     (first,) = in_progress(training_key(two, states)).glob("step-*")
 
-    previous = signal.signal(signal.SIGUSR1, cancel)
-    try:
-        with pytest.raises(Cancelled):
-            launch(
-                two.model_copy(update={"parallel": "fsdp"}),
-                states,
-                progress=lambda *_: os.kill(os.getpid(), signal.SIGUSR1),
-            )
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
+    launch_and_cancel(two.model_copy(update={"parallel": "fsdp"}), states)
     assert not [pid for pid in descendants(os.getpid()) if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
     (second,) = set(in_progress(training_key(two, states)).glob("step-*")) - {first}
     assert int(first.name[5:]) < int(second.name[5:]) < alone.summary["steps"]

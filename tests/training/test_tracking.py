@@ -38,10 +38,14 @@ def steps(run: list[object]) -> list[int]:
     return [record.history.step.num for record in run if record.WhichOneof("record_type") == "history"]
 
 
-def test_run_names_say_what_differs(monkeypatch):
+def test_run_names_say_what_differs():
     assert run_name(make_config()) == f"v{RECIPES['training']}-ddtree-g10-b95"
+    assert run_name(make_config(beta2=0.999)).endswith("-b999")
     muon = make_config(slot_weights="dpace", optimizer="muon")
     assert run_name(muon) == f"v{RECIPES['training']}-ddtree-dpace-b95-muon"
+
+
+def test_wandb_is_online_where_there_is_a_key_and_the_environment_wins(monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     assert tracking_mode("auto") == "offline"

@@ -105,5 +105,6 @@ def test_training_stops_early_when_nothing_gets_better():
 
 def test_without_validation_rows_the_last_weights_are_published_and_it_says_so():
     artifact = train(make_config(max_steps=3), make_states(LENGTHS, validation=0))
+    assert [row[STEP] for row in rows_of(artifact)] == [2, 3]
     assert artifact.summary["best"]["step"] == 3
     assert "nothing to validate on" in artifact.summary["best"]["reason"]
