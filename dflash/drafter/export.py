@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,11 +31,17 @@ def read_config(folder: Path) -> DrafterConfig:
 
 
 def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The weights of a folder for this drafter. Raises ValueError naming all that are missing, unknown or misshapen."""
+    """The weights of a folder for this drafter. Raises ValueError naming all that are missing, unknown or misshapen.
+
+    Also where the file is not whole.
+    """
     path = folder / "model.safetensors"
     if not path.exists():
         raise ValueError(f"{path} is missing; give the folder of a DFlash drafter")
-    weights = load_file(path, device=str(device))
+    try:
+        weights = load_file(path, device=str(device))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy or train it again") from None
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     differing = (name for name in expected.keys() & found.keys() if expected[name] != found[name])

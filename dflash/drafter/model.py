@@ -108,6 +108,11 @@ class DrafterConfig:
         if sliding_layers and not sliding_window:
             raise ValueError("training.shape.sliding_layers need a window; set training.shape.sliding_window")
         windowed = (sliding_layers or range(num_layers - 1)) if sliding_window else ()
+        if sliding_window and not windowed:
+            raise ValueError(
+                f"training.shape.sliding_window: {sliding_window}, but the only layer, which is the last, sees all; "
+                "set training.shape.sliding_layers to [0], or the window to 0"
+            )
         return cls(
             vocab_size=text["vocab_size"],
             hidden_size=hidden_size or text["hidden_size"],
@@ -198,6 +203,10 @@ class DrafterConfig:
             verifier_hidden_size = settings.get("target_hidden_size", config.hidden_size)
         except KeyError as error:
             raise ValueError(f"the drafter's config.json has no {error}; is it a DFlash drafter?") from None
+        except TypeError as error:
+            raise ValueError(
+                f"the drafter's config.json is not laid out as one ({error}); is it a DFlash drafter?"
+            ) from None
         return replace(config, layer_types=types, sliding_window=window or 0, verifier_hidden_size=verifier_hidden_size)
 
 

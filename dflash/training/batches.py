@@ -5,10 +5,11 @@ Knows neither the store nor the model.
 P tokens of all rows of a micro-batch, F features (K taps of H)
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,17 @@ from dflash.training.schedules import derived_seed
 
 if TYPE_CHECKING:
     from dflash.hidden.store import PackedStates
+
+
+class Pass(NamedTuple):
+    """A micro-batch, whether it counts, and how often each of its rows was met earlier in the same step.
+
+    A row is in a step again where that spans several epochs.
+    """
+
+    rows: list[int]
+    counts: bool
+    earlier: list[int]
 
 
 @dataclass(frozen=True)
@@ -32,15 +44,20 @@ class OptimizerStep:
     def rows(self) -> list[int]:
         return [row for hand in self.hands for batch in hand for row in batch]
 
-    def passes(self, rank: int) -> list[tuple[list[int], bool]]:
-        """What a rank computes, and whether it counts: as many passes as the rank with the most micro-batches.
+    def passes(self, rank: int) -> list[Pass]:
+        """What a rank computes: as many passes as the rank with the most micro-batches.
 
         A rank that is out of batches, in the last step, repeats one for nothing: all ranks must meet in every pass.
         """
-        hand = self.hands[rank]
-        spare = (hand or self.hands[0] or self.hands[-1])[0]
-        idle = max(map(len, self.hands)) - len(hand)
-        return [(batch, True) for batch in hand] + [(spare, False)] * idle
+        met: Counter[int] = Counter()
+        counting: list[list[Pass]] = []
+        for hand in self.hands:
+            counting.append([])
+            for batch in hand:
+                counting[-1].append(Pass(batch, True, [met[row] for row in batch]))
+                met.update(batch)
+        spare = (counting[rank] or counting[0] or counting[-1])[0]._replace(counts=False)
+        return counting[rank] + [spare] * (max(map(len, counting)) - len(counting[rank]))
 
 
 @dataclass(frozen=True)
@@ -100,9 +117,15 @@ def plan_steps(
     ]
 
 
-def row_generators(rows: Sequence[int], *, seed: int, device: torch.device | str) -> list[torch.Generator]:
-    """One for each row, a function of (seed, row): a row meets the same numbers whatever batch or rank it is in."""
-    return [torch.Generator(device).manual_seed(derived_seed(seed, row)) for row in rows]
+def row_generators(
+    rows: Sequence[int], earlier: Sequence[int], *, seed: int, device: torch.device | str
+) -> list[torch.Generator]:
+    """One for each row, a function of (seed, row): a row meets the same numbers whatever batch or rank it is in.
+
+    Other ones each time where it was met `earlier` in the step.
+    """
+    parts = ((row, *[times] * (times > 0)) for row, times in zip(rows, earlier, strict=True))
+    return [torch.Generator(device).manual_seed(derived_seed(seed, *part)) for part in parts]
 
 
 def add_noise(

@@ -33,7 +33,7 @@ from dflash.hidden.store import HiddenStates, Row
 from dflash.keys import RECIPES, training_key
 from dflash.manifests import Artifact, Damaged, Key, Progress, find, home, in_progress, load_manifest, publish, silent
 from dflash.pinning import PinnedVerifier
-from dflash.training.batches import Batch, add_noise, plan_steps, row_generators
+from dflash.training.batches import Batch, Pass, add_noise, plan_steps, row_generators
 from dflash.training.checkpoints import read_checkpoint, refuse_changes
 from dflash.training.curves import draw_curves
 from dflash.training.launch import refuse_uneven_ranks
@@ -191,7 +191,8 @@ def _train(
     groups, groups_RX = parts_of(store.rows)
     passes = [step.passes(ranks.rank) for step in plan]
     buffers = [store.buffers(longest_batch(store, passes)) for _ in range(BUFFERS)]
-    batches = store.stream_packed([rows for step in passes[state.step :] for rows, _ in step], buffers, device=device)
+    ahead = [one.rows for step in passes[state.step :] for one in step]
+    batches = store.stream_packed(ahead, buffers, device=device)
     with tracked as log_row, closing(batches):
         if state.step and due(state.step) and last_row(history, "validation").get(STEP) != state.step:
             validate()  # it was interrupted
@@ -209,7 +210,7 @@ def _train(
             )
             logging_now = (step + 1) % config.log_every == 0 or step + 1 == total
             blocks = Tally()
-            for rows, counts in passes[step]:
+            for rows, counts, earlier in passes[step]:
                 t1 = time.perf_counter()
                 states, ready = next(batches)
                 counters.waiting += time.perf_counter() - t1
@@ -220,7 +221,9 @@ def _train(
                     batch.loss_mask_P,
                     batch.documents,
                     num_anchors=config.num_anchors,
-                    generators=row_generators(rows, seed=derived_seed(config.seed, step, ANCHORS), device="cpu"),
+                    generators=row_generators(
+                        rows, earlier, seed=derived_seed(config.seed, step, ANCHORS), device="cpu"
+                    ),
                 ).to(device)
                 batch = batch.to(device)
                 features_PF = add_noise(
@@ -228,7 +231,9 @@ def _train(
                     batch.documents,
                     num_taps=len(taps),
                     std=std,
-                    generators=row_generators(rows, seed=derived_seed(config.seed, step, NOISE), device=device),
+                    generators=row_generators(
+                        rows, earlier, seed=derived_seed(config.seed, step, NOISE), device=device
+                    ),
                 )
                 with autocast:
                     loss, counted = block_loss(
@@ -423,9 +428,9 @@ def parts_of(rows: Sequence[Row]) -> tuple[list[str], Tensor]:
     return groups, torch.tensor([[groups.index(name) for name in pair] for pair in names])
 
 
-def longest_batch(store: HiddenStates, passes: Iterable[Iterable[tuple[list[int], bool]]]) -> int:
+def longest_batch(store: HiddenStates, passes: Iterable[Iterable[Pass]]) -> int:
     """Tokens of the largest micro-batch; 1 where there is none."""
-    return max((sum(store.rows[row].length for row in rows) for step in passes for rows, _ in step), default=1)
+    return max((sum(store.rows[row].length for row in one.rows) for step in passes for one in step), default=1)
 
 
 def refuse_mask_token(store: HiddenStates, rows: Iterable[int], *, mask_token_id: int) -> None:
@@ -476,7 +481,8 @@ def note(step: int, *, loss: float, scores: dict[int, float], speed: float, devi
 def run_name(config: TrainingConfig) -> str:
     """Such as v3-ddtree-g10-b95: recipe number, slot weights, beta 2, and the optimizer if it is not AdamW."""
     weights = f"g{config.gamma:g}" if config.slot_weights == "decay" else config.slot_weights
-    name = f"v{RECIPES['training']}-ddtree-{weights}-b{round(config.beta2 * 100)}"
+    beta2 = f"{config.beta2:.2f}" if round(config.beta2, 2) == config.beta2 else f"{config.beta2}"
+    name = f"v{RECIPES['training']}-ddtree-{weights}-b{beta2.partition('.')[2]}"
     return name if config.optimizer == "adamw" else f"{name}-{config.optimizer}"
 
 

@@ -43,6 +43,15 @@ def test_wrong_weights_are_named(tmp_path, change):
         load_drafter(tmp_path, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("kept", [0, 7, 2000])
+def test_weights_that_are_cut_short_are_named_as_damaged(tmp_path, kept):
+    save_drafter(tmp_path, make_drafter())
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        load_drafter(tmp_path, dtype=torch.float32)
+
+
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
     "partial": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
@@ -109,6 +118,7 @@ def test_a_config_that_layers_cannot_follow_is_refused_with_the_reason():
         ({"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": None}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear"}, "rope_scaling": None}, "linear' lacks factor"),
         ({"num_key_value_heads": 3}, "not a multiple of 3"),
+        ({"dflash_config": None}, "not laid out as one"),
     ):
         with pytest.raises(ValueError, match=reason):
             DrafterConfig.from_json(published | change)
@@ -124,6 +134,7 @@ def test_layers_with_a_window_are_all_but_the_last_unless_named():
     for shape, reason in (
         ({"sliding_layers": [0]}, "need a window"),
         ({"sliding_layers": [2]}, r"\[2\] are not among 2"),
+        ({"sliding_window": 9, "num_layers": 1}, "the only layer, which is the last, sees all"),
     ):
         with pytest.raises(ValueError, match=reason):
             make_config(**shape)

@@ -36,11 +36,23 @@ def test_any_number_of_ranks_shares_the_same_steps_in_equally_many_passes():
         for step in plan:
             passes = [step.passes(rank) for rank in range(n)]
             assert len({len(one) for one in passes}) == 1
-            counted = [row for one in passes for batch, counts in one for row in batch if counts]
+            counted = [row for one in passes for batch, counts, _ in one for row in batch if counts]
             assert sorted(counted) == sorted(step.rows)
     last = plans[4][-1]
     assert [len(hand) for hand in last.hands] == [1, 0, 0, 0]
-    assert [counts for _, counts in last.passes(3)] == [False]
+    assert [counts for _, counts, _ in last.passes(3)] == [False]
+
+
+def test_a_row_that_is_in_a_step_once_per_epoch_meets_other_numbers_each_time():
+    plan = PLAN | {"max_tokens": 50, "epochs": 4, "accumulation": 6}  # three batches of one row: a step is two epochs
+    met = []
+    for n in (1, 2, 3):
+        step, _ = plan_steps([7, 8, 9], [50] * 3, [0] * 3, **plan, num_ranks=n)
+        passes = [one for rank in range(n) for one in step.passes(rank)]
+        met.append(sorted((row, times) for one in passes for row, times in zip(one.rows, one.earlier, strict=True)))
+    assert met[0] == met[1] == met[2] == [(row, times) for row in (7, 8, 9) for times in (0, 1)]
+    first, second = row_generators([7, 7], [0, 1], seed=3, device="cpu")
+    assert torch.rand(3, generator=first).tolist() != torch.rand(3, generator=second).tolist()
 
 
 def test_rows_are_packed_one_after_the_other():
@@ -56,9 +68,9 @@ def test_rows_are_packed_one_after_the_other():
 
 
 def test_a_row_meets_the_same_numbers_whatever_its_company():
-    alone = row_generators([7], seed=3, device="cpu")
-    among = row_generators([5, 7], seed=3, device="cpu")
-    other = row_generators([7], seed=4, device="cpu")
+    alone = row_generators([7], [0], seed=3, device="cpu")
+    among = row_generators([5, 7], [0, 0], seed=3, device="cpu")
+    other = row_generators([7], [0], seed=4, device="cpu")
     drawn = [torch.rand(3, generator=generator).tolist() for generator in (alone[0], among[1], among[0], other[0])]
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
