@@ -88,11 +88,11 @@ def state_tensors(drafter: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
 
 
 def load_state_tensors(drafter: nn.Module, optimizers: Sequence[Optimizer], tensors: dict[str, Tensor]) -> None:
-    """Put back what `state_tensors` gave. Raises ValueError where it is another optimizer's."""
+    """Put back what `state_tensors` gave, of optimizers of the same kinds."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, key = full_name.split(":")
         by_name.setdefault(name, {})[key] = tensor
     for name, optimizer, parameter in _states(drafter, optimizers):
-        state = by_name.pop(name, {})
+        state = by_name.get(name, {})
         optimizer.state[parameter] = {key: as_held(tensor, parameter) for key, tensor in state.items()}
