@@ -11,7 +11,7 @@ Rows = Sequence[dict[str, float]]
 
 
 class Curves(NamedTuple):
-    """A plot of the metrics of these names, or beginning with what ends in a slash or @; lines are called by the rest."""
+    """A plot of metrics of these names, or beginning with what ends in a slash or @; lines are called by the rest."""
 
     name: str
     title: str

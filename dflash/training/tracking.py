@@ -57,7 +57,8 @@ def tracked_run(
     run.define_metric("*", step_metric=STEP)
 
     def log_row(row: dict[str, float]) -> None:
-        run.log(row, step=int(row[STEP]))
+        # what was stopped while validating has ended the row of its step, and W&B drops rows that come too late
+        run.log(row, step=max(int(row[STEP]), run.step))
 
     try:
         for row in history:

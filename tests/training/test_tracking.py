@@ -8,7 +8,7 @@ import torch
 from dflash.keys import RECIPES
 from dflash.manifests import home as data_root
 from dflash.training.loop import Stopped, run_name, train
-from dflash.training.tracking import tracking_mode
+from dflash.training.tracking import STEP, tracked_run, tracking_mode
 from tests.training.small import LENGTHS, make_config, make_states
 from tests.training.test_loop import stop_after
 
@@ -79,3 +79,16 @@ def test_a_continued_run_has_every_row_once_its_last_one_too_and_nothing_of_the_
     written = b"".join(path.read_bytes() for path in (home / "wandb").rglob("*") if path.is_file())
     assert b"planted-secret" not in written
     assert b"0123456789abcdef" * 3 not in written
+
+
+def test_a_validation_that_comes_after_the_row_of_its_step_was_ended_is_not_lost(home, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    about = {"run_id": "a", "project": "dflash", "name": "a", "group": "", "settings": {}, "history": []}
+    with tracked_run("offline", **about) as log_row:
+        log_row({STEP: 4, "train/loss": 2.0})
+        log_row({STEP: 5})  # where a run that is continued after step 4 begins to count
+        log_row({STEP: 4, "validation/acceptance_length/tree4": 1.5})
+    (run,) = offline_runs()
+    history = [record.history for record in run if record.WhichOneof("record_type") == "history"]
+    last = {item.key or item.nested_key[0]: item.value_json for item in history[-1].item}
+    assert (last[STEP], last["validation/acceptance_length/tree4"]) == ("4", "1.5")
