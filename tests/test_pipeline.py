@@ -1,17 +1,19 @@
 """The pipeline on a real server with the bundled verifier: what is cached, what runs again, what survives."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import tasks.stage
 from dflash import keys
 from dflash.bundled import resolve
-from dflash.manifests import load_manifest
+from dflash.manifests import home, load_manifest
 
 tasks.stage.BACKOFF_SECONDS = 0  # before the tasks are made
 
@@ -38,9 +40,9 @@ class Runs:
     def __call__(self, *changes: str, refresh: tuple[str, ...] = ()) -> RunRecord:
         settings = (
             f"generation.prompts=['{self.prompts}']", "generation.max_new_tokens=24", "evaluation.max_new_tokens=24",
-            "evaluation.max_prompts=4", "evaluation.live_prompts=1", "extraction.shard_tokens=400",
-            "tokenization.validation_share=0.2", "training.num_layers=1", "training.max_steps=4",
-            "training.tracking=disabled",
+            "evaluation.max_prompts=4", "evaluation.live_prompts=1", "evaluation.parity=off",
+            "extraction.shard_tokens=400", "tokenization.validation_share=0.2", "training.num_layers=1",
+            "training.max_steps=4", "training.tracking=disabled",
         )  # fmt: skip
         recipe = load_recipe("demo", [*settings, *changes])
         self.record = RunRecord(recipe="demo")
@@ -63,8 +65,6 @@ class Runs:
         return [step.stage for step in self.record.stages if step.state == state]
 
     def folder(self, stage: str) -> Path:
-        from dflash.manifests import home
-
         key = next(step.fingerprint for step in self.record.stages if step.stage == stage)
         return home() / "artifacts" / stage / str(key)
 
@@ -90,6 +90,39 @@ def test_the_report_and_the_drafter_are_there(runs: Runs) -> None:
     report = json.loads((Path(record.report).parent / "report.json").read_text())
     assert report["live"]["text_equal"]
     assert report["live"]["rounds_equal"]
+
+
+def test_the_verdict_is_in_the_record_and_only_what_passed_the_gate_becomes_champion(runs: Runs) -> None:
+    record = runs()
+    assert (record.verdict, record.champion) == ("first", None)
+    record = runs("evaluation.parity=on")
+    assert record.drafter
+    assert (record.verdict, record.champion) == ("first", Path(record.drafter).name)
+    try:
+        assert runs("evaluation.parity=on").verdict == "champion"
+        other = runs("training.seed=5")
+        assert other.verdict in ("better", "same", "worse")
+        assert other.champion == record.champion, "without the gate it is never promoted"
+    finally:
+        shutil.rmtree(home() / "champions")
+
+
+def test_a_drafter_that_is_not_what_was_trained_fails_the_run_with_the_diagnosis(runs: Runs) -> None:
+    drafter = runs("training.seed=6").drafter
+    assert drafter
+    path = Path(drafter) / "model.safetensors"
+    weights = load_file(path)
+    before, stamp = path.read_bytes(), path.stat()
+    save_file({name: -weight for name, weight in weights.items()}, path, metadata={"format": "pt"})
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # as if training had written it so
+    try:
+        with pytest.raises(ValueError, match="parity: .* as in training; "):
+            runs("training.seed=6", "evaluation.parity=on")
+        assert runs.record.stages[-1].state == "failed"
+        assert runs.record.report is None
+        assert not (home() / "champions").exists()
+    finally:
+        path.write_bytes(before)
 
 
 @pytest.mark.parametrize(
