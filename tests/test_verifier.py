@@ -505,7 +505,7 @@ def test_a_packaged_gguf_is_found_without_importing_the_package(
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('must not be imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"holds 0 \.gguf files"):
+    with pytest.raises(ValueError, match=r"holds 0 \.gguf or \.jsonl\.gz files"):
         resolve("package:packed_model")
     (package / "m.gguf").touch()
     assert resolve("package:packed_model") == package / "m.gguf"
