@@ -39,11 +39,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 DENSE, SLIDING, HYBRID = ("qwen3", "llama"), ("mistral", "gemma3", "gpt_oss"), ("qwen3_5", "qwen3_next")
 
 
-def make_verifier(kind: str = "qwen3", *, seed: int = 0, eos: int = 7) -> Verifier:
+def make_verifier(kind: str = "qwen3", *, seed: int = 0, eos: int = 7, vocab_size: int = VOCAB) -> Verifier:
     class_name, settings = KINDS[kind]
     model_class = getattr(transformers, class_name)
     sizes = {
-        "vocab_size": VOCAB,
+        "vocab_size": vocab_size,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_hidden_layers": 5,

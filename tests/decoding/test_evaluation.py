@@ -1,6 +1,7 @@
 """The evaluation stage on the bundled verifier, with a drafter that is partly right."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 import torch
-from decoding_small import teach
+from decoding_small import make_verifier, teach
 
 from dflash.bundled import resolve
 from dflash.config import (
@@ -43,7 +44,7 @@ LAYERS = [1, 2, 3]
 class Inputs:
     """What the stage takes: a verifier, its hidden states over eight prompts of several categories, and a drafter."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, model: str = "bundled:demo-verifier") -> None:
         lines = resolve("bundled:evaluation").read_text().splitlines()
         by_category: dict[str, list[str]] = {}
         for line in lines:
@@ -51,13 +52,11 @@ class Inputs:
         self.prompts = folder / "prompts.jsonl"
         self.prompts.write_text("\n".join(line for group in by_category.values() for line in group[:2]) + "\n")
         self.categories = sorted(by_category)
-        self.verifier = pin(VerifierConfig(model="bundled:demo-verifier", dtype="float32", device="cpu"))
+        self.verifier = pin(VerifierConfig(model=model, dtype="float32", device="cpu"))
         generation = GenerationConfig(prompts=[SourceConfig(path=str(self.prompts))], max_new_tokens=40)
         tokenization = TokenizationConfig(validation_share=0, min_supervised=1, num_buckets=1)
-        corpus = tokenize(tokenization, answered(generation, self.verifier)[1], self.verifier)
-        self.hidden_states = self.extract(corpus, "float32")
-        self.rounded = self.extract(corpus, "bfloat16")
-        self.fp8 = self.extract(corpus, "fp8")
+        self.corpus = tokenize(tokenization, answered(generation, self.verifier)[1], self.verifier)
+        self.hidden_states = self.extract(self.corpus, "float32")
         self.store = HiddenStates.open(self.hidden_states.path)
         self.ends = Ends(self.store.frozen(), dtype=torch.float32)
         drafter = self.new_drafter()
@@ -122,7 +121,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return Inputs(tmp_path_factory.mktemp("evaluation"))
 
 
-@pytest.mark.parametrize("stored", ["hidden_states", "rounded", "fp8"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "fp8"])
 def test_replay_and_live_decoding_agree_in_the_report(inputs: Inputs, stored: str) -> None:
     seen: list[tuple[float, float]] = []
 
@@ -133,7 +132,7 @@ def test_replay_and_live_decoding_agree_in_the_report(inputs: Inputs, stored: st
     artifact = evaluate(
         inputs.config(live_prompts=3),
         inputs.drafter,
-        getattr(inputs, stored),
+        inputs.extract(inputs.corpus, stored),
         inputs.verifier,
         progress=progress,
     )
@@ -198,6 +197,20 @@ def test_given_costs_decide_the_best_budget(inputs: Inputs) -> None:
     assert dear["best"]["method"] == "plain"
     with pytest.raises(ValueError, match="times by tokens from 0"):
         inputs.config(verify_ms={4: 1.0})
+
+
+def test_a_verifier_with_running_states_is_cross_checked_by_the_chain_alone(tmp_path: Path) -> None:
+    bundled = resolve("bundled:demo-verifier")
+    vocab_size = json.loads((bundled / "config.json").read_text())["vocab_size"]
+    make_verifier("qwen3_5", vocab_size=vocab_size, eos=2).model.save_pretrained(tmp_path / "hybrid")
+    for file in (*bundled.glob("*token*"), bundled / "chat_template.jinja"):
+        shutil.copy(file, tmp_path / "hybrid")
+    report = Inputs(tmp_path, model=str(tmp_path / "hybrid")).report(live_prompts=1, parity="on")
+    assert report["acceptance_length"]["tree16"] > 1, "replay covers trees"
+    assert [run["method"] for run in report["live"]["runs"]] == ["chain"]
+    assert report["live"]["rounds_equal"]
+    assert report["parity"]["agreement"] == 1
+    assert report["parity"]["rounds"] > 0
 
 
 def test_sets_are_groups_of_categories(inputs: Inputs) -> None:
