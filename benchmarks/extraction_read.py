@@ -2,9 +2,9 @@
 
     python benchmarks/extraction_read.py [--megabytes 500] [--hidden 1024] [--taps 5] [--reading-rounds 9]
 
-Synthetic rows, warm files. `memmap_read` is the speed of HiddenStates.stream, two reading threads, with every checksum
-verified, and `memmap_read_unverified` without, both over that of copying the same rows from one np.memmap into the same
-padded buffers on one thread; `safetensors_read` is the verified speed over that of a safetensors file per row, which
+Synthetic rows, warm files. `memmap_read` is the speed of HiddenStates.stream, two reading threads, with every
+checksum verified, and `memmap_read_unverified` without, both over that of copying the same rows from one np.memmap into
+the same buffers on one thread; `safetensors_read` is the verified speed over that of a safetensors file per row, which
 holds the same four tensors and is not checked. `one_thread` has the same without threads. From the memmap come features
 alone. `bf16_bytes` and `fp8_bytes` are bytes on disk over those of bfloat16 features alone. The readers alternate;
 medians of the rounds' ratios.
@@ -109,17 +109,15 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
     del rows
     order = random.Random(1).sample(range(len(lengths)), len(lengths))
     batches = [order[i : i + args.batch] for i in range(0, len(order), args.batch)]
-    most = max(len(batch) * max(lengths[i] for i in batch) for batch in batches)
+    most = max(sum(lengths[i] for i in batch) for batch in batches)
     buffers, *more_buffers = [store.buffers(most) for _ in range(3)]
 
-    def padded(copy: Callable[[int, torch.Tensor], None]) -> None:
-        """The same padded batches in the same memory, features only."""
+    def packed(copy: Callable[[int, torch.Tensor], None]) -> None:
+        """The same batches in the same memory, features only."""
         for batch in batches:
-            size = (len(batch), max(lengths[i] for i in batch))
-            view_BTF = buffers.features_TF[: size[0] * size[1]].unflatten(0, size)
-            for place, i in enumerate(batch):
-                copy(i, view_BTF[place, : lengths[i]])
-                view_BTF[place, lengths[i] :] = 0
+            total = sum(lengths[i] for i in batch)
+            for i, out_TF in zip(batch, buffers.features_TF[:total].split([lengths[i] for i in batch]), strict=True):
+                copy(i, out_TF)
 
     def from_memmap(i: int, out_TF: torch.Tensor) -> None:
         start = store.rows[i].start
@@ -140,10 +138,10 @@ def measure(folder: Path, args: argparse.Namespace, lengths: list[int], gigabyte
             pass
 
     readers: dict[str, Callable[[], None]] = {
-        "memmap": lambda: padded(from_memmap),
+        "memmap": lambda: packed(from_memmap),
         "verified": lambda: from_store(store, verify=True),
         "unverified": lambda: from_store(store, verify=False),
-        "safetensors": lambda: padded(from_safetensors),
+        "safetensors": lambda: packed(from_safetensors),
         "fp8": lambda: from_store(small, verify=True),
         "stream": lambda: streamed(verify=True),
         "stream_unverified": lambda: streamed(verify=False),

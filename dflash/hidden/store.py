@@ -5,17 +5,17 @@ A shard is a Zarr v3 group of arrays, a row per token: `features` (taps x hidden
 are the first token of each conversation, and the end. Conversations with unusable states are named by the attribute
 `left_out`; their mask is 0, their states mean nothing, and ledger.json says why. A shard counts only with its manifest.
 
-B batch, T tokens, K taps or likeliest tokens, H hidden size, F features (taps x hidden size), R rows
+T tokens of a row, P of a batch, K taps or likeliest tokens, H hidden size, F features (taps x hidden size), R rows
 """
 
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -82,19 +82,6 @@ class RowStates(NamedTuple):
 ARRAYS = ("features", "input_ids", "loss_mask", "greedy_ids", "final", "topk_ids", "topk_logprobs")  # of these fields
 
 
-class BatchStates(NamedTuple):
-    """Conversations one beside the other, zeros after each one's end."""
-
-    features_BTF: torch.Tensor  # noqa: N815
-    input_ids_BT: torch.Tensor  # noqa: N815
-    loss_mask_BT: torch.Tensor  # noqa: N815
-    greedy_ids_BT: torch.Tensor  # noqa: N815
-    final_BTH: torch.Tensor | None  # noqa: N815
-    topk_ids_BTK: torch.Tensor | None  # noqa: N815
-    topk_logprobs_BTK: torch.Tensor | None  # noqa: N815
-    lengths_B: torch.Tensor  # noqa: N815
-
-
 class PackedStates(NamedTuple):
     """Conversations one after the other, without padding: P tokens in all."""
 
@@ -119,9 +106,6 @@ class Row(NamedTuple):
     num_supervised: int
     shard: int
     start: int
-
-
-BatchT = TypeVar("BatchT", BatchStates, PackedStates)
 
 
 class ArrayKind(NamedTuple):
@@ -429,45 +413,21 @@ class HiddenStates:
             raise _set_aside(self._shard_folder(shard), damage) from damage
 
     def buffers(self, num_tokens: int) -> RowStates:
-        """Memory for a batch of up to so many padded tokens; pinned where there is a GPU."""
+        """Memory for a batch of up to so many tokens; pinned where there is a GPU."""
         return self._memory(num_tokens, pinned=torch.cuda.is_available())
 
-    def read_into(self, row_numbers: Sequence[int], buffers: RowStates, *, verify: bool = True) -> BatchStates:
-        """Read rows into `buffers`, padded to the longest; the batch is a view of them. Raises as `read` does.
+    def read_into(self, row_numbers: Sequence[int], buffers: RowStates, *, verify: bool = True) -> PackedStates:
+        """Read rows into `buffers`, one after the other; the batch is a view of them. Raises as `read` does.
 
         Without `verify` bytes are not checked against their CRC, which is faster; missing ones are still noticed.
         """
-        batch = self._batch(row_numbers, buffers)
-        for i, number in enumerate(row_numbers):
-            self._read_padded(number, batch, i, verify=verify)
+        batch = self._packed(row_numbers, buffers)
+        for place, number in enumerate(row_numbers):
+            self._read_packed(number, batch, place, verify=verify)
         return batch
 
-    def _batch(self, row_numbers: Sequence[int], buffers: RowStates) -> BatchStates:
-        """Views of `buffers` for these rows, not filled yet."""
-        lengths = [self.rows[number].length for number in row_numbers]
-        size = (len(lengths), max(lengths))
-        if math.prod(size) > len(buffers.input_ids_T):
-            raise ValueError(
-                f"{size[0]} rows of up to {size[1]} tokens do not fit into {len(buffers.input_ids_T)} tokens"
-            )
-        views: list[Any] = [
-            None if memory is None else memory[: math.prod(size)].unflatten(0, size) for memory in buffers
-        ]
-        return BatchStates._make([*views, torch.tensor(lengths)])
-
-    def _read_padded(self, row_number: int, batch: BatchStates, place: int, *, verify: bool) -> None:
-        """Fill one row of a batch."""
-        length, views = self.rows[row_number].length, batch[:-1]
-        self._read(
-            row_number,
-            RowStates._make(None if view is None else view[place, :length] for view in views),
-            verify=verify,
-        )
-        for view in views:
-            if view is not None:
-                view[place, length:] = 0
-
     def _packed(self, row_numbers: Sequence[int], buffers: RowStates) -> PackedStates:
+        """Views of `buffers` for these rows, not filled yet."""
         lengths = tuple(self.rows[number].length for number in row_numbers)
         total = sum(lengths)
         if total > len(buffers.input_ids_T):
@@ -476,6 +436,7 @@ class HiddenStates:
         return PackedStates._make([*views, lengths])
 
     def _read_packed(self, row_number: int, batch: PackedStates, place: int, *, verify: bool) -> None:
+        """Fill one row of a batch."""
         start = sum(batch.lengths[:place])
         part = slice(start, start + batch.lengths[place])
         row = RowStates._make(None if view is None else view[part] for view in batch[:-1])
@@ -488,48 +449,23 @@ class HiddenStates:
         *,
         device: torch.device | None,
         verify: bool = True,
-    ) -> Generator[BatchStates, None, None]:
-        """Padded batches of rows, in order, read ahead into `buffers` by one thread less than there are.
-
-        A batch is valid until the next is asked for; then its memory is filled again, once the copies to `device` that
-        were queued by then, on its current stream, are done. Without a device nothing is waited for.
-        """
-        ahead = self._read_ahead(batches, buffers, self._batch, self._read_padded, device=device, verify=verify)
-        with closing(ahead):
-            for batch, _ in ahead:
-                yield batch
-
-    def stream_packed(
-        self,
-        batches: Iterable[Sequence[int]],
-        buffers: Sequence[RowStates],
-        *,
-        device: torch.device | None,
-        verify: bool = True,
     ) -> Generator[tuple[PackedStates, int], None, None]:
-        """The same without padding; beside each batch, how many more had been read when it was asked for."""
-        return self._read_ahead(batches, buffers, self._packed, self._read_packed, device=device, verify=verify)
+        """Batches of rows, in order, read ahead into `buffers` by one thread less than there are.
 
-    def _read_ahead(
-        self,
-        batches: Iterable[Sequence[int]],
-        buffers: Sequence[RowStates],
-        lay_out: Callable[[Sequence[int], RowStates], BatchT],
-        fill: Callable[..., None],
-        *,
-        device: torch.device | None,
-        verify: bool,
-    ) -> Generator[tuple[BatchT, int], None, None]:
+        Beside each batch, how many more had been read when it was asked for. A batch is valid until the next is asked
+        for; then its memory is filled again, once the copies to `device` that were queued by then, on its current
+        stream, are done. Without a device nothing is waited for.
+        """
         spare: deque[tuple[RowStates, torch.cuda.Event | None]] = deque((memory, None) for memory in buffers)
-        pending: deque[tuple[RowStates, BatchT, list[Future[None]]]] = deque()
+        pending: deque[tuple[RowStates, PackedStates, list[Future[None]]]] = deque()
         pool = ThreadPoolExecutor(len(buffers) - 1, thread_name_prefix="hidden-states")
 
-        def load(number: int, batch: BatchT, place: int, copies: torch.cuda.Event | None) -> None:
+        def load(number: int, batch: PackedStates, place: int, copies: torch.cuda.Event | None) -> None:
             if copies is not None:
                 copies.synchronize()
-            fill(number, batch, place, verify=verify)
+            self._read_packed(number, batch, place, verify=verify)
 
-        def oldest() -> Generator[tuple[BatchT, int], None, None]:
+        def oldest() -> Generator[tuple[PackedStates, int], None, None]:
             memory, batch, reads = pending.popleft()
             ready = sum(all(read.done() for read in reads) for _, _, reads in pending)
             for read in reads:
@@ -542,7 +478,7 @@ class HiddenStates:
                 if not spare:
                     yield from oldest()
                 memory, copies = spare.popleft()
-                batch = lay_out(numbers, memory)
+                batch = self._packed(numbers, memory)
                 # a task for each row: all threads are busy to the end, though rows differ a hundredfold
                 reads = [pool.submit(load, number, batch, i, copies) for i, number in enumerate(numbers)]
                 pending.append((memory, batch, reads))

@@ -192,7 +192,7 @@ def _train(
     passes = [step.passes(ranks.rank) for step in plan]
     buffers = [store.buffers(longest_batch(store, passes)) for _ in range(BUFFERS)]
     ahead = [one.rows for step in passes[state.step :] for one in step]
-    batches = store.stream_packed(ahead, buffers, device=device)
+    batches = store.stream(ahead, buffers, device=device)
     with tracked as log_row, closing(batches):
         if state.step and due(state.step) and last_row(history, "validation").get(STEP) != state.step:
             validate()  # it was interrupted

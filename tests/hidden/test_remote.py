@@ -145,11 +145,11 @@ def test_what_is_read_is_what_a_local_store_gives_bit_for_bit(verifier: PinnedVe
     with ThreadPoolExecutor(4) as pool:
         for number, row in zip(order, pool.map(states.read, order), strict=True):
             assert same(row, expected[states.rows[number].id])
-    for batch in states.stream(
+    for batch, _ in states.stream(
         [order[:4], order[4:]], [states.buffers(200) for _ in range(3)], device=None, verify=False
     ):
-        assert batch.features_BTF.shape[0] == 4
-    assert batch.input_ids_BT[0, : batch.lengths_B[0]].tolist() == expected[states.rows[2].id][1].tolist()
+        assert len(batch.lengths) == 4
+    assert batch.input_ids_P[: batch.lengths[0]].tolist() == expected[states.rows[2].id][1].tolist()
     assert extract(verifier, stored_at(storage))[1] == []
 
 
