@@ -25,6 +25,7 @@ class Command:
         defaults: dict[str, Any] = {
             "generation.max_prompts": 30, "generation.max_new_tokens": 24, "extraction.shard_tokens": 300,
             "evaluation.max_prompts": 2, "evaluation.max_new_tokens": 16, "evaluation.live_prompts": 1,
+            "evaluation.parity": "off",
             "training.num_layers": 1, "training.max_steps": 4,
         }  # fmt: skip
         changes = [f"--set={name}={value}" for name, value in {**defaults, **settings}.items()]
