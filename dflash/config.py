@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, fi
 
 PRACTICAL: dict[str, JsonValue] = {"identity": False}
 
+MOST_NODES = 4096  # of a draft tree: the longest pass that a verifier is ever given in a round
+
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 
 Step = Literal[
@@ -469,6 +471,7 @@ class TrainingConfig(Config):
         64,
         title="Tree budget",
         ge=0,
+        le=MOST_NODES,
         description="Of the deployment that validation, best checkpoint and slot weights tree are for; 0: chain.",
     )
     noise_start: float = Field(
@@ -660,8 +663,8 @@ class EvaluationConfig(Config):
     @field_validator("budgets")
     @classmethod
     def _ascending(cls, budgets: list[int]) -> list[int]:
-        if budgets != sorted(set(budgets)) or budgets[0] < 1:
-            raise ValueError(f"budgets must be positive, distinct and ascending, got {budgets}")
+        if budgets != sorted(set(budgets)) or budgets[0] < 1 or budgets[-1] > MOST_NODES:
+            raise ValueError(f"budgets must be distinct and ascending, from 1 to {MOST_NODES}, got {budgets}")
         return budgets
 
     @field_validator("sets")
