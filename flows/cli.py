@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
+from rich.text import Text
 from rich.tree import Tree
 
 from dflash import manifests
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A factory for speculative-decoding drafters. Recipes are the deployments of prefect.yaml.",
 )
-out = Console(width=None if sys.stdout.isatty() else 160)
+out = Console(width=None if sys.stdout.isatty() else 160, markup=False)  # names and reasons may hold brackets
 
 RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo.")]
 Changes = Annotated[
@@ -197,8 +198,8 @@ def _lineage_tree(made: "Lineage") -> Tree:
 
     def grow(above: Tree, manifest: "Manifest", name: str) -> None:
         again = manifest.key in shown
-        text = f"{name}[bold]{manifest.key}[/bold]  {_size(manifest.nbytes)}, {_since(manifest.created)}"
-        branch = above.add(f"{text}  (see above)" if again else text)
+        facts = f"  {_size(manifest.nbytes)}, {_since(manifest.created)}{'  (see above)' if again else ''}"
+        branch = above.add(Text.assemble(name, (manifest.key, "bold"), facts))
         shown.add(manifest.key)
         for input, value in {} if again else manifest.inputs.items():
             found = made.inputs([value])
