@@ -24,6 +24,10 @@ class Champion(BaseModel):
     promoted: AwareDatetime
 
 
+class Overtaken(ValueError):
+    """Another was promoted after the champion was read that a drafter was compared with."""
+
+
 def _champions() -> Path:
     return home() / "champions"
 
@@ -47,7 +51,7 @@ def promote(
 ) -> Champion:
     """Make a drafter the champion of a verifier (its identity), and log it; the same one again changes nothing.
 
-    `instead_of` is the champion it was compared with, None where there was none. Raises ValueError where another was
+    `instead_of` is the champion it was compared with, None where there was none. Raises Overtaken where another was
     promoted in the meantime: the verdict does not speak of that one.
     """
     new = Champion(drafter=drafter, report=report, reason=reason, promoted=promoted)
@@ -58,7 +62,7 @@ def promote(
         if current and (current.drafter, current.report) == (drafter, report):
             return current
         if current != instead_of:
-            raise ValueError(
+            raise Overtaken(
                 f"{folder / verifier}.json: the champion is {current.drafter if current else 'nobody'}, not "
                 f"{instead_of.drafter if instead_of else 'nobody'} any more; compare {drafter} with it"
             )
@@ -75,7 +79,9 @@ def promotions(verifier: str) -> list[Champion]:
     """Every promotion, oldest first. Raises ValueError naming the line of the log that is damaged."""
     path = _champions() / f"{verifier}.jsonl"
     found = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], start=1):
+    # not splitlines: JSON leaves some of its line ends in a reason as they are
+    lines = path.read_text().removesuffix("\n").split("\n") if path.exists() else []
+    for number, line in enumerate(lines, start=1):
         try:
             found.append(Champion.model_validate_json(line))
         except ValueError as error:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dflash.config import EvaluationConfig
 from dflash.decoding.acceptance import CHAIN, method_name, num_nodes
-from dflash.decoding.champions import Champion, champion_of, promote
+from dflash.decoding.champions import Champion, Overtaken, champion_of, promote
 from dflash.decoding.evaluation import SEED, evaluate, usual_budget
 from dflash.decoding.history import append
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
@@ -49,8 +49,8 @@ def judge(
     """Compare with the champion on the responses of this report, for which the champion is evaluated too if need be.
 
     By the tree of `tree_budget` (0: the chain) where it was evaluated. Promoted is what is better, or where there is
-    none, unless the parity gate was off. Raises ValueError where history or champion are damaged, or where another one
-    was promoted in the meantime.
+    none, unless the parity gate was off; where another one was promoted in the meantime, it is judged against that one.
+    Raises ValueError where history or champion are damaged.
     """
     candidate = load_evaluated(report.path)
     append(candidate.report, key=report.key, created=load_manifest(report.path).created)
@@ -76,14 +76,18 @@ def judge(
     if promoted and not (candidate.report["parity"] and candidate.report["parity"]["compared"]):
         promoted, reason = False, f"{reason}; not promoted, as the parity gate compared nothing"
     if promoted:
-        champion = promote(
-            verifier.identity,
-            drafter=drafter.key,
-            report=report.key,
-            reason=reason,
-            promoted=datetime.now(UTC),
-            instead_of=champion,
-        )
+        try:
+            champion = promote(
+                verifier.identity,
+                drafter=drafter.key,
+                report=report.key,
+                reason=reason,
+                promoted=datetime.now(UTC),
+                instead_of=champion,
+            )
+        except Overtaken as error:
+            log.info("%s", error)
+            return judge(config, drafter, report, hidden_states, verifier, tree_budget=tree_budget)
     log.info("verdict on %s: %s (%s)", drafter.key, verdict, reason)
     return Judgement(verdict, reason, promoted, champion.drafter if champion else None, comparison)
 
@@ -93,7 +97,7 @@ def _report_on(
 ) -> tuple[Artifact | None, str]:
     """The champion's report with these settings on these hidden states, made now if need be; else why there is none."""
     try:
-        drafter = load_manifest(home() / "artifacts" / "training" / champion.drafter).artifact()
+        drafter = _drafter(champion.drafter)
         layers = list(read_config(drafter.path).target_layer_ids)
     except ValueError as error:
         return None, f"the champion {champion.drafter} is not whole any more: {error}"
@@ -107,6 +111,11 @@ def _report_on(
         log.info("the champion %s has no report on these responses yet", champion.drafter)
         found = evaluate(config, drafter, hidden_states, verifier)
     return found, ""
+
+
+def _drafter(key: str) -> Artifact:
+    """Raises ValueError where it is gone or damaged."""
+    return load_manifest(home() / "artifacts" / "training" / key).artifact()
 
 
 def method_of(methods: list[str], *, tree_budget: int | None = None) -> str:
@@ -150,6 +159,7 @@ def promote_by_hand(name: str, *, reason: str) -> tuple[str, Champion]:
     report = _found(name, "evaluation")
     facts: dict[str, Any] = dict(load_evaluated(report.path).report)
     verifier = facts["verifier"]["identity"]
+    _drafter(facts["drafter"])  # later ones could not be compared with one that is gone
     return verifier, promote(
         verifier,
         drafter=facts["drafter"],

@@ -34,6 +34,8 @@ def load_evaluated(folder: Path) -> Evaluated:
     path = folder / "report.json"
     try:
         report = json.loads(path.read_bytes())
+        if not isinstance(report, dict) or not {"schema_version", "drafter", "methods"} <= report.keys():
+            raise ValueError("it is no report")
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: unreadable ({error}); run the evaluation stage again") from None
     return Evaluated(report, read_responses(folder))

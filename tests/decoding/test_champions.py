@@ -49,6 +49,12 @@ def test_a_verdict_against_a_former_champion_promotes_nobody(home: Path) -> None
     assert len(promotions("v")) == 2
 
 
+def test_a_reason_of_several_lines_is_one_line_of_the_log(home: Path) -> None:
+    reason = "over all\u2028and\x85by\x0ccategory\nas well"
+    promote("v", drafter="training-1", report="evaluation-1", reason=reason, promoted=NOW, instead_of=None)
+    assert [one.reason for one in promotions("v")] == [reason]
+
+
 def test_damage_is_one_line_with_its_remedy_and_the_remedy_works(home: Path) -> None:
     first = crown(1, instead_of=None)
     alias, log = home / "champions" / "v.json", home / "champions" / "v.jsonl"

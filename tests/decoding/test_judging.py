@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from evaluated_small import response, small_report
 from test_evaluation import Inputs
 from typer.testing import CliRunner
 
@@ -12,7 +13,9 @@ from dflash.decoding.champions import champion_of, promotions
 from dflash.decoding.evaluation import evaluate
 from dflash.decoding.history import read_history
 from dflash.decoding.judging import Judgement, judge, method_of
-from dflash.manifests import Artifact, home
+from dflash.decoding.responses import write_responses
+from dflash.keys import evaluation_key
+from dflash.manifests import Artifact, find, home
 from flows.cli import app
 
 
@@ -62,6 +65,16 @@ def test_the_better_one_becomes_champion_and_the_worse_one_does_not(judged: Judg
     assert read_history(verifier)["drafter"].to_list() == [judged.weak.key, judged.strong.key, judged.weak.key]
 
 
+def test_who_is_overtaken_is_judged_against_the_new_champion(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = iter([None])  # nobody was champion yet when this one began
+    monkeypatch.setattr("dflash.decoding.judging.champion_of", lambda name: next(reads, champion_of(name)))
+    inputs, config = judged.inputs, judged.inputs.config(parity="on")
+    report = find(evaluation_key(config, judged.weak, inputs.hidden_states, inputs.verifier))
+    assert report
+    found = judge(config, judged.weak, report, inputs.hidden_states, inputs.verifier, tree_budget=16)
+    assert (found.verdict, found.promoted, found.champion) == ("worse", False, judged.strong.key)
+
+
 def test_a_champion_that_is_gone_is_not_compared_with(judged: Judged) -> None:
     aside = judged.strong.path.rename(judged.strong.path.with_name("aside"))
     try:
@@ -98,6 +111,15 @@ def test_compare_says_by_its_exit_code_which_is_better(judged: Judged) -> None:
     assert "no report, and no drafter with one, begins so" in output
 
 
+def test_names_in_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
+    responses = [response(f"p{number}", category="[/maths]") for number in range(3)]
+    (tmp_path / "report.json").write_text(json.dumps(small_report(responses)))
+    write_responses(tmp_path, responses)
+    code, output = run("compare", str(tmp_path), str(tmp_path))
+    assert code == 0
+    assert "[/maths]" in output
+
+
 def test_a_champion_is_promoted_by_hand_and_shown(judged: Judged) -> None:
     verifier = judged.inputs.verifier.identity
     assert run("promote", judged.weak.key, "--reason", "to try the log")[0] == 0
@@ -106,6 +128,13 @@ def test_a_champion_is_promoted_by_hand_and_shown(judged: Judged) -> None:
     assert code == 0
     assert [one["drafter"] for one in listed] == [judged.weak.key, judged.strong.key, judged.weak.key]
     assert (listed[-1]["reason"], listed[-1]["verifier"]) == ("to try the log", verifier)
+    aside = judged.strong.path.rename(judged.strong.path.with_name("aside"))
+    try:
+        code, output = run("promote", listed[1]["report"])
+    finally:
+        aside.rename(judged.strong.path)
+    assert code == 2
+    assert judged.strong.key in "".join(output.split())
     current = champion_of(verifier)
     assert current
     assert current.drafter == judged.weak.key

@@ -120,6 +120,7 @@ def test_evaluations_are_compared_from_their_folders(tmp_path: Path) -> None:
         write_responses(tmp_path / name, responses)
     good, poor = (load_evaluated(tmp_path / name) for name in ("good", "poor"))
     assert verdict(good, poor) == verdict(evaluated(GOOD), evaluated(POOR))
-    (tmp_path / "good" / "report.json").write_text("{")
-    with pytest.raises(ValueError, match=r"good/report\.json: unreadable"):
-        load_evaluated(tmp_path / "good")
+    for damage in ("{", "[]", "{}"):
+        (tmp_path / "good" / "report.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"good/report\.json: unreadable"):
+            load_evaluated(tmp_path / "good")
