@@ -103,8 +103,14 @@ def ask(request: Path, exported: Path, *, reference: Path, verifier: PinnedVerif
 def check(request: Path) -> Parity:
     """Have a fresh process answer a request. Raises ValueError naming the defect where the drafter is not the same."""
     command = [sys.executable, "-m", "dflash.decoding.parity", str(request)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     exported = json.loads(request.read_text())["exported"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"parity: another process took more than {SECONDS:g} s to load {exported} and decode with it; look at what "
+            "else runs here, or set evaluation.parity to off"
+        ) from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise ValueError(f"parity: {exported} cannot be loaded and decoded with by another process: {last}")

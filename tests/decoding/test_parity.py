@@ -192,6 +192,14 @@ def test_a_training_on_normed_taps_is_named(gate: Gate, tmp_path: Path) -> None:
     expect(answer(gate.request(tmp_path, rows=[normed(row) for row in gate.rows])), "norm", "final norm")
 
 
+def test_a_process_that_does_not_end_is_not_waited_for(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.decoding.parity.SECONDS", 0.01)
+    with pytest.raises(ValueError, match=r"parity: another process took more than 0\.01 s to load .*exported"):
+        check(gate.request(tmp_path))
+
+
 def test_the_gate_says_in_one_line_what_is_wrong(gate: Gate, tmp_path: Path) -> None:
     request = gate.request(tmp_path)
     settings(tmp_path / "exported", dflash_config={"mask_token_id": 5, "target_layer_ids": list(LAYERS)})
