@@ -644,12 +644,12 @@ class EvaluationConfig(Config):
         "off: numbers only; such a drafter never becomes champion.",
     )
     draft_ms: float = Field(
-        0, title="Draft (ms)", ge=0, description="Of one draft and its tree where it will be served; with verify_ms."
+        0, title="Draft (ms)", ge=0, description="Of one draft where it will be served; with verify_ms."
     )
     verify_ms: dict[int, float] = Field(
         default_factory=dict,
         title="Verification (ms)",
-        description="Of the verifier's pass over the anchor and so many drafted tokens (0: plain decoding), for the "
+        description="Of a tree of so many drafted tokens (0: plain decoding) and the verifier's pass over it, for the "
         "best budget; empty: as timed live.",
     )
     minimum_difference: float = Field(

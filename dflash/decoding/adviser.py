@@ -19,7 +19,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Costs:
-    """What a round costs in seconds: one draft, its tree included, and one verification, its walk and commit included.
+    """What a round costs in seconds: one draft, and one verification, its tree, walk and commit included.
 
     `verify` holds (nodes, seconds) points: the verifier's pass over the anchor and so many drafted tokens. The first
     point is plain decoding, of 0 nodes. Between points costs are interpolated; beyond the last one they are unknown.

@@ -137,7 +137,7 @@ def evaluate(
         warnings.append(
             f"{overlap:,} of {len(answers):,} prompts are in the training data: there it is learned by heart."
         )
-    if parity is None:
+    if not (parity and parity.compared):
         warnings.append("It was not checked that another process drafts with this drafter as in training.")
     for warning in warnings:
         log.warning("%s", warning)
@@ -160,6 +160,7 @@ def evaluate(
         worst=worst_cases(
             responses,
             method=CHAIN,
+            num_slots=num_slots,
             prompt=lambda response: decode_text(by_id[response.id].prompt_ids),
             text=lambda response, start, end: decode_text(by_id[response.id].ids[start:end]),
         ),
@@ -178,7 +179,7 @@ def evaluate(
         "warnings": warnings,
     }
     key = evaluation_key(config, drafter, hidden_states, verifier)
-    past = series(history.filter(history["report"] != str(key)))
+    past = series(history.filter(history["report"] != str(key)), like=report)
     for method, length in report["acceptance_length"].items():
         past.setdefault(method, []).append((datetime.now(UTC), length))
     with publish(key, summary=summary) as (folder, artifact):
@@ -367,12 +368,13 @@ def _costs(config: EvaluationConfig, measured: Sequence[Measured], *, num_slots:
     if config.verify_ms:
         given = tuple((nodes, ms / 1000) for nodes, ms in sorted(config.verify_ms.items()))
         return Costs(config.draft_ms / 1000, given, "given")
-    verify, draft_seconds = {}, 0.0
-    for one in measured:
-        if one.rounds:
-            nodes = one.method if isinstance(one.method, int) else 0 if one.method == PLAIN else num_slots
-            verify[nodes] = (one.seconds["verify"] + one.seconds["commit"]) / one.rounds
-            draft_seconds = (one.seconds["draft"] + one.seconds["tree"]) / one.rounds  # of the largest tree, the last
-    if len(verify) < 2:
+    drafting = [one for one in measured if one.rounds and one.method != PLAIN]
+    if not drafting:
         return None
+    verify = {}
+    for one in measured:
+        nodes = one.method if isinstance(one.method, int) else 0 if one.method == PLAIN else num_slots
+        # trees cost the more the larger they are, as their verification does; a draft costs the same for all
+        verify[nodes] = sum(one.seconds[step] for step in ("tree", "verify", "commit")) / one.rounds
+    draft_seconds = sum(one.seconds["draft"] for one in drafting) / sum(one.rounds for one in drafting)
     return Costs(draft_seconds, tuple(sorted(verify.items())), "measured")

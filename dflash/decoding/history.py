@@ -98,10 +98,19 @@ def append(report: Mapping[str, Any], *, key: str, created: datetime) -> bool:
     return True
 
 
-def series(history: pl.DataFrame) -> dict[str, list[tuple[datetime, float | None]]]:
-    """The acceptance length of each method over time, for a plot."""
+def series(history: pl.DataFrame, *, like: Mapping[str, Any]) -> dict[str, list[tuple[datetime, float | None]]]:
+    """The acceptance length of each method over time, for a plot: of the evaluations that can stand beside a report.
+
+    Those are of its definitions and dtype, on as many responses and tokens: whichever taps are stored, the same ones.
+    """
+    same = {
+        "schema_version": like["schema_version"],
+        "dtype": like["verifier"]["dtype"],
+        "responses": like["overall"]["responses"],
+        "tokens": like["overall"]["tokens"],
+    }
     found: dict[str, list[tuple[datetime, float | None]]] = {}
-    for row in history.iter_rows(named=True):
+    for row in history.filter(**same).iter_rows(named=True):
         for part in row["methods"]:
             found.setdefault(part["method"], []).append((row["created"], part["acceptance_length"]))
     return found

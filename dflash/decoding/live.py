@@ -231,17 +231,6 @@ class Measured:
     def calls(self) -> int:
         return sum(response.calls for response in self.responses)
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / sum(self.seconds.values())
-
-    def speedup(self, plain: "Measured") -> float:
-        return self.tokens_per_second / plain.tokens_per_second
-
-    def calls_saved(self, plain: "Measured") -> float:
-        """The share of the verifier's passes, per token, that plain decoding takes and this does not."""
-        return 1 - self.calls / self.tokens * plain.tokens / plain.calls
-
 
 def measure(
     verifier: Verifier,

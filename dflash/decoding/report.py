@@ -80,15 +80,19 @@ def assemble(
         },
         "adviser": advise(responses, num_slots=num_slots, costs=costs) if costs else None,
         "worst": [dict(case) for case in worst],
-        "live": {**live, "speedup": _measured_speedup(live.get("timing", {}))},
+        "live": {**live, "speedup": _measured_speedup(live)},
     }
 
 
-def _measured_speedup(timing: Mapping[str, Any]) -> dict[str, float] | None:
-    """Seconds per token of plain decoding over those of each method; None where decoding was not timed."""
+def _measured_speedup(live: Mapping[str, Any]) -> dict[str, float] | None:
+    """Seconds per token of plain decoding over those of each method; None where decoding was not timed.
+
+    The first token of each response is none of decoding: the prompt's pass gives it, which is not timed.
+    """
+    timing = live.get("timing", {})
     if PLAIN not in timing:
         return None
-    per_token = {method: sum(part["seconds"].values()) / part["tokens"] for method, part in timing.items()}
+    per_token = {m: sum(part["seconds"].values()) / (part["tokens"] - live["prompts"]) for m, part in timing.items()}
     return {method: per_token[PLAIN] / seconds for method, seconds in per_token.items() if method != PLAIN}
 
 

@@ -6,7 +6,7 @@ by response.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +22,6 @@ RECALL_AT = (1, 2, 4, 8, 16, 64)
 def content_hash(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
     """What makes two responses the same one: the token ids of prompt and response."""
     return hashlib.sha256(json.dumps([list(prompt_ids), list(response_ids)]).encode()).hexdigest()[:16]
-
-
-def recall_hits(ranks: Iterable[int]) -> tuple[int, ...]:
-    """How many of the ranks (0: the drafter's best token) are below each K of RECALL_AT."""
-    ranks = list(ranks)
-    return tuple(sum(rank < k for rank in ranks) for k in RECALL_AT)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A report's record to tables, for the terminal, for a UI and as markdown. Numbers are rounded here, nowhere else."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -282,14 +283,15 @@ def _live(live: Mapping[str, Any]) -> list[Table]:
                     [
                         heading(method),
                         _factor(live["speedup"].get(method, 1.0)),
-                        f"{timed['tokens'] / sum(timed['seconds'].values()):,.1f}",
+                        f"{(timed['tokens'] - live['prompts']) / sum(timed['seconds'].values()):,.1f}",
                         *(f"{timed['seconds'][part]:,.2f} s" for part in parts),
                         _share(1 - timed["rounds"] / live["timing"][PLAIN]["rounds"]),
                     ]
                     for method, timed in live["timing"].items()
                 ],
                 "Wall time per token of plain decoding over that of each method, by the same verifier in the same run, "
-                "and where the time went. Passes saved: of the verifier, against plain decoding.",
+                "and where the time went, without the pass over the prompt and the token that it gives. Passes saved: "
+                "of the verifier, against plain decoding.",
             )
         )
     return found
@@ -336,7 +338,12 @@ def headline(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _escaped(text: str) -> str:
     """Text that a markdown table or list item shows as it is, on one line."""
-    return " ".join(text.replace("|", "\\|").replace("`", "'").split())
+    return " ".join(re.sub(r"[\\|<*\[`]", r"\\\g<0>", text).split())
+
+
+def _code(text: str) -> str:
+    """Text as a code span, on one line; there a backslash is itself."""
+    return "`" + (" ".join(text.replace("`", "'").split()) or " ") + "`"
 
 
 def _markdown_table(table: Table) -> str:
@@ -358,7 +365,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         sections += [
             f"* {_escaped(case['id'])} ({_escaped(case['category'])}), {heading(case['method'])}: "
             f"{_number(case['acceptance_length'])} over {case['rounds']:,} rounds; {case['accepted_there']} accepted "
-            f"in the {case['rounds_there']} rounds from token {case['start']:,}: `{_escaped(case['text'])}`"
+            f"in the {case['rounds_there']} rounds from token {case['start']:,}: {_code(case['text'])}"
             for case in report["worst"]
         ]
     if not report["live"]["prompts"]:

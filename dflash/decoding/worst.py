@@ -16,6 +16,7 @@ def worst_cases(
     responses: Sequence[Response],
     *,
     method: str,
+    num_slots: int,
     prompt: Callable[[Response], str],
     text: Callable[[Response, int, int], str],
     num_cases: int = NUM_CASES,
@@ -24,7 +25,7 @@ def worst_cases(
 
     Responses of fewer rounds than such a run say little: they are left out unless all are so short. `prompt` gives a
     response's prompt as text, `text` its tokens [start, end), counted from its first. `missed` are the tokens that the
-    drafter did not foresee, one per round.
+    drafter did not foresee, one per round; none where all of its slots were accepted.
     """
     longest = max((len(response.accepted[method]) for response in responses), default=0)
     known = [r for r in responses if len(r.accepted[method]) >= max(1, min(ROUNDS, longest))]
@@ -37,7 +38,7 @@ def worst_cases(
         sums = [0, *accumulate(accepted)]
         first = min(range(len(accepted) - length + 1), key=lambda i: sums[i + length] - sums[i])
         start, end = starts[first] + 1, [*starts, response.num_tokens - 1][first + length] + 1
-        missed = [starts[i] + accepted[i] + 1 for i in range(first, first + length)]
+        missed = [starts[i] + accepted[i] + 1 for i in range(first, first + length) if accepted[i] < num_slots]
         cases.append(
             {
                 "id": response.id,

@@ -8,7 +8,7 @@ from typing import Any
 from dflash.decoding.acceptance import CHAIN, method_name, walk_rounds
 from dflash.decoding.adviser import Costs
 from dflash.decoding.report import assemble
-from dflash.decoding.responses import Response, content_hash, recall_hits
+from dflash.decoding.responses import RECALL_AT, Response, content_hash
 from dflash.decoding.worst import worst_cases
 
 NUM_SLOTS = 7
@@ -17,6 +17,11 @@ VERIFIER = {"name": "tiny", "identity": "0123456789abcdef", "dtype": "float32"}
 LIVE = {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": []}
 CONDITIONS = {"dtype": "float32", "template": "t1", "thinking": "default", "max_new_tokens": 128}
 COSTS = Costs(draft_seconds=0.002, verify=((0, 0.02), (64, 0.022), (256, 0.04)), source="given")
+
+
+def recall_hits(ranks: Sequence[int]) -> tuple[int, ...]:
+    """How many of the ranks (0: the drafter's best token) are below each K of RECALL_AT."""
+    return tuple(sum(rank < k for rank in ranks) for k in RECALL_AT)
 
 
 def response(
@@ -104,7 +109,9 @@ def full_report(responses: Sequence[Response]) -> dict[str, Any]:
     return small_report(
         responses,
         costs=COSTS,
-        worst=worst_cases(responses, method=CHAIN, prompt=lambda r: f"Prompt of {r.id} <b>&", text=text),
+        worst=worst_cases(
+            responses, method=CHAIN, num_slots=NUM_SLOTS, prompt=lambda r: f"Prompt of {r.id} <b>&", text=text
+        ),
         trained={"rows": 100, "overlap": 1, "conditions": CONDITIONS},
         evaluated=CONDITIONS,
         parity={"agreement": 1.0, "compared": 900, "rounds": 80, "defect": "", "explanation": ""},

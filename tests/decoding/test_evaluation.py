@@ -175,6 +175,13 @@ def test_everything_of_the_report_is_there(inputs: Inputs) -> None:
     assert report["overall"]["calibration"]["tree16"]["rounds"] > 0
     assert report["adviser"]["source"] == "measured"
     assert [nodes for nodes, _ in report["adviser"]["verify"]] == [0, 4, 5, 16]
+    timing = report["live"]["timing"]
+    for (_, seconds), method in zip(report["adviser"]["verify"], ("plain", "tree4", "chain", "tree16"), strict=True):
+        parts = (timing[method]["seconds"][step] for step in ("tree", "verify", "commit"))
+        assert seconds == pytest.approx(sum(parts) / timing[method]["rounds"])
+    drafts = [timing[method] for method in ("chain", "tree4", "tree16")]
+    draft_seconds = sum(part["seconds"]["draft"] for part in drafts) / sum(part["rounds"] for part in drafts)
+    assert report["adviser"]["draft_seconds"] == pytest.approx(draft_seconds)
     assert {row["method"] for row in report["adviser"]["methods"]} == {"chain", "tree4", "tree16"}
     assert set(report["live"]["timing"]) == {"plain", "chain", "tree4", "tree16"}
     assert set(report["live"]["speedup"]) == {"chain", "tree4", "tree16"}
@@ -289,6 +296,14 @@ def test_there_is_no_report_of_a_drafter_that_is_not_what_was_trained(inputs: In
     assert drafter.key in message
     config = inputs.config(parity="on")
     assert find(evaluation_key(config, drafter, inputs.hidden_states, inputs.verifier)) is None
+
+
+def test_a_drafter_that_prefers_no_token_proves_nothing_at_the_gate(inputs: Inputs) -> None:
+    indifferent = inputs.new_drafter()
+    indifferent.norm.weight.data.zero_()
+    report = inputs.report(inputs.save(indifferent, seed=5), parity="on")
+    assert report["parity"]["compared"] == 0
+    assert any("It was not checked that another process" in note for note in report["notes"])
 
 
 def other(verifier: PinnedVerifier) -> PinnedVerifier:

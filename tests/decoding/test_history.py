@@ -44,7 +44,22 @@ def test_rows_are_in_the_order_of_time(home: Path) -> None:
         add(number)
     history = read_history(IDENTITY)
     assert history["report"].to_list() == ["evaluation-1", "evaluation-2", "evaluation-3"]
-    assert [when for when, _ in series(history)["chain"]] == [START + timedelta(days=n) for n in (1, 2, 3)]
+    shown = series(history, like=small_report(some_responses(4)))["chain"]
+    assert [when for when, _ in shown] == [START + timedelta(days=n) for n in (1, 2, 3)]
+
+
+def test_what_was_measured_otherwise_is_not_in_one_line_with_a_report(home: Path) -> None:
+    report = small_report(some_responses(4))
+    others = [
+        small_report(some_responses(5)),
+        small_report(some_responses(4), verifier=VERIFIER | {"dtype": "bfloat16"}),
+        report | {"schema_version": 0},
+        report | {"hidden_states": {"bundled": "extraction-of-other-taps"}},
+    ]
+    for day, other in enumerate(others):
+        append(other, key=f"evaluation-{day}", created=START + timedelta(days=day))
+    shown = series(read_history(IDENTITY), like=report)
+    assert shown == {m: [(START + timedelta(days=3), report["acceptance_length"][m])] for m in report["methods"]}
 
 
 def test_nothing_is_lost_when_several_processes_append(home: Path) -> None:

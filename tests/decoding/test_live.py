@@ -300,7 +300,6 @@ def test_measured_decoding_is_the_same_decoding_with_its_time_split(kind: str) -
     assert (
         plain.calls == plain.tokens == sum(len(one.ids) for one in verifier.generate(prompts, max_new_tokens=LONGEST))
     )
-    assert (plain.speedup(plain), plain.calls_saved(plain)) == (1, 0)
     assert tuple(one.method for one in others) == methods
     for one in others:
         assert one.responses == [answer(verifier, drafter, ends, prompt, one.method) for prompt in prompts]
@@ -308,4 +307,3 @@ def test_measured_decoding_is_the_same_decoding_with_its_time_split(kind: str) -
         assert min(one.seconds.values()) > 0
         again = 0 if kind == "qwen3" else sum(count < 5 for response in one.responses for count in response.accepted)
         assert one.calls == len(prompts) + one.rounds + again
-        assert one.calls_saved(plain) == pytest.approx(1 - one.calls / plain.calls)

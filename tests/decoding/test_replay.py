@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 from decoding_small import make_drafter, make_ends, make_prompts, make_row, make_verifier, teach
+from evaluated_small import recall_hits
 
 from dflash.decoding import replay as replay_module
 from dflash.decoding.acceptance import Acceptance
 from dflash.decoding.ddtree import Trees, best_first, chain
 from dflash.decoding.replay import best_tokens, replay, replay_responses, replay_rows, response_span
-from dflash.decoding.responses import recall_hits
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates
 

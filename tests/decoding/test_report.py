@@ -56,6 +56,12 @@ def test_what_was_not_recorded_is_null_and_not_zero() -> None:
     assert small_report(by_hand(), num_slots=3)["adviser"] is None
 
 
+def test_the_token_that_the_prompt_gives_is_none_of_decoding() -> None:
+    timing = {"plain": {"tokens": 12, "seconds": {"verify": 10.0}}, "chain": {"tokens": 7, "seconds": {"verify": 2.5}}}
+    live = small_report(by_hand(), num_slots=3, live=LIVE | {"prompts": 2, "timing": timing})["live"]
+    assert live["speedup"] == {"chain": (10 / 10) / (2.5 / 5)}
+
+
 def test_sets_and_categories_add_up() -> None:
     responses = [response(f"p{n}", set_name="ab"[n % 2], category="xyz"[n % 3]) for n in range(12)]
     report = small_report(responses)

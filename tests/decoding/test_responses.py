@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from evaluated_small import response, some_responses
 
-from dflash.decoding.responses import RESPONSES, Response, content_hash, read_responses, recall_hits, write_responses
+from dflash.decoding.responses import RESPONSES, Response, content_hash, read_responses, write_responses
 
 
 def test_responses_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
@@ -31,7 +31,3 @@ def test_a_damaged_or_missing_file_is_one_line_that_names_it(tmp_path: Path) -> 
 def test_the_content_of_a_response_is_its_prompt_and_its_tokens() -> None:
     assert content_hash([1, 2], [3]) == content_hash([1, 2], [3])
     assert len({content_hash([1, 2], [3]), content_hash([1], [2, 3]), content_hash([1, 2], [4])}) == 3
-
-
-def test_recall_counts_ranks_below_each_k() -> None:
-    assert recall_hits([0, 0, 1, 3, 15, 16, 64]) == (2, 3, 4, 4, 5, 6)

@@ -16,7 +16,14 @@ def response(name: str, accepted_at: list[int]) -> Response:
 
 
 def cases(*responses: Response, num_cases: int = 5) -> list[dict[str, object]]:
-    return worst_cases(responses, method=CHAIN, prompt=lambda r: f"prompt of {r.id}", text=text, num_cases=num_cases)
+    return worst_cases(
+        responses,
+        method=CHAIN,
+        num_slots=9,
+        prompt=lambda r: f"prompt of {r.id}",
+        text=text,
+        num_cases=num_cases,
+    )
 
 
 def test_the_lowest_acceptance_length_comes_first() -> None:
@@ -41,6 +48,12 @@ def test_missed_tokens_follow_the_accepted_ones_and_none_is_beyond_the_end() -> 
     assert (case["rounds"], case["accepted_there"]) == (3, 5)
     assert case["missed"] == ["p[2] ", "p[5] "]
     assert case["text"] == "".join(f"p[{at}] " for at in range(1, 8))
+
+
+def test_a_token_that_no_slot_was_for_is_not_missed() -> None:
+    (case,) = cases(response("p", [9] * 10 + [2] * 20))  # 0 -> 10 -> 13 ...: the first round accepted all of its slots
+    assert case["rounds"] == 8
+    assert case["missed"] == [f"p[{at}] " for at in range(13, 31, 3)]
 
 
 def test_short_responses_are_left_out_unless_all_are_short() -> None:
