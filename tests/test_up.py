@@ -15,6 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -95,8 +96,15 @@ class Stack:
     def api(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url}/api/{path}", data=data, headers=self.headers)
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return json.loads(response.read())
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as response:
+                    return json.loads(response.read())
+            except HTTPError as error:  # the database is busy: every client of the server asks again
+                if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.5)
 
     def deployment(self, name: str) -> dict[str, Any]:
         found = self.api(f"deployments/name/pipeline/{name}")

@@ -1,4 +1,5 @@
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ def records(path: Path) -> Iterator[object]:
             at += left
             continue
         _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + size > len(data):
+            return  # still being written
         parts += data[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
@@ -31,7 +34,14 @@ def records(path: Path) -> Iterator[object]:
 
 
 def offline_runs() -> list[list[object]]:
-    return [list(records(path)) for path in sorted((data_root() / "wandb").glob("offline-run-*/*.wandb"))]
+    """Each run's records, its last one the exit: W&B's own process may still be writing when `finish` returns."""
+    deadline = time.monotonic() + 30
+    while True:
+        runs = [list(records(path)) for path in sorted((data_root() / "wandb").glob("offline-run-*/*.wandb"))]
+        if all(any(record.WhichOneof("record_type") == "exit" for record in run) for run in runs):
+            return runs
+        assert time.monotonic() < deadline, "a run was never written to its end"
+        time.sleep(0.1)
 
 
 def steps(run: list[object]) -> list[int]:
