@@ -1,0 +1,295 @@
+"""What README and docs say can be done: commands, options, settings, paths and links are there; cheap commands run."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from dflash.config import Recipe
+from flows import cli, recipes
+from scripts import configuring
+from tests.test_up import SMALL
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+FOR_PEOPLE = {"NAME": "demo", "RECIPE": "demo", "STAGE": "training", "STEP": "training", "N": "4300"}
+"""What a reader puts in; keys of artifacts are put in where a command is run."""
+ELSEWHERE = {
+    "dask", "docker", "kubectl", "podman", "ray", "sbatch", "scancel", "squeue", "source", "ssh", "systemctl", "unset",
+    "wandb",
+}  # fmt: skip
+"""Programs of others: their arguments are theirs."""
+DFLASH: Any = typer.main.get_command(cli.app)
+CHEAP = ("run demo ", "plan demo ", "ls", "show ", "verify", "champion", "compare ", "promote ", "gc")
+
+
+@dataclass(frozen=True)
+class Command:
+    document: str
+    line: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.document}: {self.line}"
+
+
+def command_lines(document: Path) -> Iterator[str]:
+    """Of blocks that begin with a command, and commands within the text."""
+    text = document.read_text()
+    for block in FENCE.finditer(text):
+        lines = block["body"].replace("\\\n", " ").splitlines()
+        lines = [line for line in lines if line.strip() and not line.startswith("#")]
+        if block["kind"] in ("", "bash") and lines and program(lines[0]) in {*CHECKS, *ELSEWHERE}:
+            yield from lines
+    for span in re.findall(r"`([^`]+)`", FENCE.sub("", text)):
+        line = " ".join(span.split())
+        if " " in line and program(line) in {*CHECKS, "--set"}:
+            yield line
+
+
+def split(line: str) -> list[str]:
+    words = shlex.split(line, comments=True)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words.pop(0)
+    return [FOR_PEOPLE.get(word, word) for word in words]
+
+
+def program(line: str) -> str:
+    try:
+        words = split(line)
+    except ValueError:  # no command at all
+        return ""
+    return words[0].removeprefix(".venv/bin/") if words else ""
+
+
+def commands() -> list[Command]:
+    return [
+        Command(document.name, line, (program(line), *split(line)[1:]))
+        for document in DOCUMENTS
+        for line in command_lines(document)
+    ]
+
+
+def check_dflash(name: str, *options: str) -> None:
+    assert name in DFLASH.commands
+    if options in ((), ("…",)):  # the command is spoken of, not given
+        return
+    context = DFLASH.commands[name].make_context(name, list(options))
+    if recipe := context.params.get("recipe"):
+        recipes.load_recipe(recipe, context.params["changes"] or [])
+        recipes.check_steps(context.params.get("refresh") or [])
+
+
+def check_make(*words: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in words:
+        name, assigned, _ = word.partition("=")
+        assert re.search(rf"^{name} \??:?= " if assigned else rf"^{name}:", makefile, re.MULTILINE), word
+
+
+def check_python(*words: str) -> None:
+    if words[0] == "-m":
+        if words[1] in ("pip", "pytest"):
+            return CHECKS[words[1]](*words[2:])
+        spec = importlib.util.find_spec(words[1])
+        assert spec
+        assert spec.origin
+        return None
+    source = (ROOT / words[0]).read_text()
+    for word in words[1:]:
+        assert not word.startswith("--") or f'"{word.partition("=")[0]}"' in source, word
+    return None
+
+
+def check_prefect(*words: str) -> None:
+    from prefect.cli._app import _app
+
+    if words == ("…",):
+        return
+    options = list(words[1:] if words[0] == "--no-prompt" else words)
+    _app.parse_args(options, exit_on_error=False, print_error=False)
+    for template in options[options.index("--base-job-template") + 1 :][:1] if "--base-job-template" in options else []:
+        assert (ROOT / template).is_file()
+
+
+def check_pip(*words: str) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        if asked := re.match(r"\.\[(.*)\]", word):
+            assert set(asked[1].split(",")) <= set(extras)
+
+
+def check_pytest(*words: str) -> None:
+    for word in words:
+        assert word.startswith("-") or (ROOT / word.partition("::")[0]).exists(), word
+
+
+def check_export(*words: str) -> None:
+    """Variables of ours are read somewhere; Prefect's are settings of it."""
+    from prefect.settings.legacy import _get_settings_fields
+    from prefect.settings.models.root import Settings
+
+    ours = "".join(
+        path.read_text() for folder in ("dflash", "tasks", "flows") for path in (ROOT / folder).rglob("*.py")
+    )
+    for word in words:
+        name = word.partition("=")[0]
+        assert name in ours or name in _get_settings_fields(Settings), name
+
+
+def check_srun(*words: str) -> None:
+    rest = [word for word in words if not word.startswith("-")]
+    check(Command("srun", "", tuple(words[words.index(rest[0]) :])))
+
+
+CHECKS: dict[str, Any] = {
+    "dflash": check_dflash, "make": check_make, "python": check_python, "prefect": check_prefect, "pip": check_pip,
+    "pytest": check_pytest, "export": check_export, "srun": check_srun,
+}  # fmt: skip
+
+
+def check(command: Command) -> None:
+    name, *words = command.words
+    if name in CHECKS:
+        CHECKS[name](*words)
+    elif name == "--set":
+        recipes.load_recipe("demo", words)
+    else:
+        assert name in ELSEWHERE, f"{name}: a program that this test does not know"
+
+
+def test_every_command_exists_with_its_options_settings_and_recipes() -> None:
+    found = commands()
+    assert {command.document for command in found} >= {"README.md", "operating.md", "configuring.md"}
+    assert len(found) > 60
+    wrong = []
+    for command in found:
+        try:
+            check(command)
+        except (Exception, SystemExit) as error:
+            wrong.append(f"{command}: {type(error).__name__} {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dflash runs demo", "dflash run demmo", "dflash run demo --sett a.b=1", "dflash plan demo --set training.g=7",
+        "make tset", "make demo RECIPES=x", "python benchmarks/nothing.py", "python benchmarks/training.py --swep x",
+        "prefect workpool ls", "prefect worker start --poool local", "pip install '.[nothing]'", "rm -rf /",
+        "export DFLASH_HOMES=/x", "export PREFECT_API_URI=x", "pytest tests/test_nothing.py",
+        "srun --gres=gpu:1 prefect worker strat", "--set 'trainin.epochs=3'",
+    ],
+)  # fmt: skip
+def test_a_command_that_does_not_exist_is_noticed(line: str) -> None:
+    with pytest.raises((Exception, SystemExit)):
+        check(Command("", line, tuple(split(line))))
+
+
+def test_settings_that_are_named_exist() -> None:
+    names = re.compile(rf"`(?:DFLASH__)?({'|'.join(Recipe.model_fields)})\.(\w+)")
+    found = [
+        (document.name, section, key)
+        for document in DOCUMENTS
+        if document.name != "report.md"  # which speaks of the report's fields
+        for section, key in names.findall(document.read_text())
+    ]
+    assert len(found) > 30
+    wrong = [one for one in found if one[2] not in configuring.models()[one[1]].model_fields]
+    assert not wrong
+
+
+def test_settings_in_yaml_blocks_are_valid() -> None:
+    found = 0
+    for document in DOCUMENTS:
+        for block in FENCE.finditer(document.read_text()):
+            content = yaml.safe_load(block["body"]) if block["kind"] == "yaml" else None
+            if isinstance(content, dict) and set(content) <= set(Recipe.model_fields):
+                for section, settings in content.items():
+                    configuring.models()[section].model_validate(settings)
+                    found += 1
+    assert found
+
+
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_paths_lead_somewhere(document: Path) -> None:
+    text = document.read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = target.partition("#")
+        linked = document.parent / path if path else document
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+    folders = "|".join(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+    for path in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]+\.(?:py|md|yaml|yml|toml|txt|json|sh))\b", text):
+        assert (ROOT / path).exists() or f"/{path}" in text, path
+
+
+def test_the_files_in_the_readmes_tree_exist() -> None:
+    (tree,) = (
+        block["body"] for block in FENCE.finditer(DOCUMENTS[0].read_text()) if block["body"].startswith("flows/")
+    )
+    names = set(re.findall(r"\b\w+\.py\b", tree))
+    assert len(names) > 30
+    there = {path.name for folder in ("dflash", "tasks", "flows") for path in (ROOT / folder).rglob("*.py")}
+    assert names <= there, names - there
+
+
+def test_the_table_of_settings_is_that_of_the_configuration() -> None:
+    stale = "python scripts/configuring.py writes docs/configuring.md anew"
+    assert configuring.DOCUMENT.read_text() == configuring.document(), stale
+
+
+@pytest.mark.usefixtures("prefect_server")
+@pytest.mark.xdist_group("flows")
+def test_cheap_commands_run(tmp_path: Path) -> None:
+    """Each `dflash` line of README and docs that takes seconds, on a small demo; `up` and `down` are in test_up.py."""
+    lines = [command.line.partition("dflash ")[2] for command in commands() if command.words[0] == "dflash"]
+    cheap = [line for line in dict.fromkeys(lines) if line.startswith(CHEAP)]
+    assert len(cheap) > 15
+    cheap.sort(key=lambda line: (not line.startswith("run"), "--yes" in line))
+    small = {**SMALL, "evaluation": {**SMALL["evaluation"], "live_prompts": 0, "parity": "off"}}
+    changes = [f"--set={s}.{key}={json.dumps(value)}" for s, values in small.items() for key, value in values.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_AFTER_ANOTHER, json.dumps(cheap), json.dumps(changes)],
+        env={**os.environ, "DFLASH_HOME": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("artifacts/training/training-*"))) > 1
+
+
+ONE_AFTER_ANOTHER = """
+import json, shlex, sys
+from flows import cli
+from dflash.manifests import home
+
+lines, small = map(json.loads, sys.argv[1:])
+for line in lines:
+    keys = sorted(path.name for path in home().glob("artifacts/training/training-*"))
+    keys = dict(zip(("KEY", "FINGERPRINT", "CHAMPION", "CANDIDATE"), [*keys[:1] * 3, *keys[-1:]]))
+    words = [keys.get(word, word) for word in shlex.split(line, comments=True)]
+    try:
+        code = cli.app([*words, *(small if words[0] in ("run", "plan") else ())], standalone_mode=False)
+    except SystemExit as stop:
+        code = stop.code
+    expected = (0, 1, 3) if words[0] == "compare" else (0, None)
+    if code not in expected:
+        sys.exit(f"dflash {line}: exit code {code}")
+"""
