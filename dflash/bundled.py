@@ -16,6 +16,8 @@ BUNDLED = {
     "gsm8k-train": ASSETS / "prompts" / "gsm8k_train.jsonl",
     "evaluation": ASSETS / "prompts" / "evaluation.jsonl",
 }
+LICENCES = {f"{PREFIX}gsm8k-train": "MIT", f"{PREFIX}evaluation": "MIT and Apache-2.0"}
+"""Of the prompts, by name; those of the files beside them."""
 
 
 def _packaged(name: str) -> Path:

@@ -107,6 +107,12 @@ def training_key(config: TrainingConfig, hidden_states: Artifact) -> Key:
     return Key(stage="training", recipe=RECIPES["training"], config=settings, inputs=inputs)
 
 
+def imported_key(settings: dict[str, Any], files: dict[str, str], verifier: PinnedVerifier) -> Key:
+    """Of a drafter that was not trained here: its published config.json, its weights and record, and its verifier."""
+    inputs = {f"imported.{name}": digest for name, digest in files.items()} | {"verifier": verifier.identity}
+    return Key(stage="training", recipe=RECIPES["training"], config=settings, inputs=inputs)
+
+
 def evaluation_key(
     config: EvaluationConfig, drafter: Artifact, hidden_states: Artifact, verifier: PinnedVerifier
 ) -> Key:

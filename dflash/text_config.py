@@ -20,3 +20,16 @@ def completed(settings: dict[str, Any], folder: Path, *, trust_remote_code: bool
     if "text_config" in settings:
         return settings | {"text_config": defaults | settings["text_config"]}
     return defaults | settings
+
+
+def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a kind of model, filled up with its class's defaults.
+
+    Raises ValueError for a kind of model that Transformers does not know.
+    """
+    kind = settings.get("model_type", "qwen3")
+    try:
+        defaults = AutoConfig.for_model(**{**settings, "model_type": kind}).to_dict()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"model_type {kind!r} is not known to Transformers ({' '.join(str(error).split())})") from None
+    return defaults | settings

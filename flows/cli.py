@@ -22,7 +22,7 @@ from rich.tree import Tree
 
 from dflash import manifests
 from dflash import plan as planning
-from dflash.config import EvaluationConfig, Recipe, Step
+from dflash.config import EvaluationConfig, Recipe, Step, VerifierConfig
 from flows import recipes, server
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.epochs=3. Repeatable."),
 ]
+REVISION = VerifierConfig.model_fields["revision"].default
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of the output one JSON object.")]
 
 
@@ -308,6 +309,49 @@ def champion(
     if as_json:
         listed = [{"verifier": verifier} | one.model_dump(mode="json") for verifier, one in rows]
         print(json.dumps({"champions": listed}), flush=True)
+
+
+@app.command("export")
+def export_folder(
+    drafter: Annotated[str, typer.Argument(help="Its key, whose beginning is enough, or its folder.")],
+    folder: Annotated[Path, typer.Option("--to", help="The folder to make.")],
+    kind: Annotated[
+        str, typer.Option("--format", help="dflash (z-lab, SpecForge, vLLM, SGLang) or speculators.")
+    ] = "dflash",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; empty: as trained, bit for bit.")] = "",
+    verifier: Annotated[str, typer.Option(help="Where its verifier is now; empty: where it was.")] = "",
+    revision: Annotated[str, typer.Option(help="Of a verifier on the hub.")] = REVISION,
+    ungated: Annotated[bool, typer.Option("--ungated", help="Although the parity gate did not pass it.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a drafter into a folder that other projects load: weights, config, tokenizer, model card, checksums."""
+    from dflash.export.exporting import export_drafter  # loads torch
+
+    with usage_errors():
+        made = export_drafter(
+            drafter, folder, kind=kind, dtype=dtype, verifier=verifier, revision=revision, ungated=ungated
+        )
+    print(f"exported to {made}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"folder": str(made.absolute()), "format": kind}), flush=True)
+
+
+@app.command("import")
+def import_folder(
+    folder: Annotated[Path, typer.Argument(help="Of a drafter: DFlash, SpecForge, speculators or TorchSpec.")],
+    verifier: Annotated[str, typer.Option(help="As verifier.model of a recipe; empty: as the folder says.")] = "",
+    revision: Annotated[str, typer.Option(help="Of a verifier on the hub.")] = REVISION,
+    block_size: Annotated[int, typer.Option(min=0, help="Where the folder does not say it.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a drafter that others trained an artifact, to evaluate it, or to start training from its folder."""
+    from dflash.export.importing import import_drafter  # loads torch and Transformers
+
+    with usage_errors():
+        made = import_drafter(folder, verifier=verifier, revision=revision, block_size=block_size)
+    print(f"imported as {made.key}: {made.path}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"drafter": made.key, "folder": str(made.path)}), flush=True)
 
 
 @app.command()

@@ -127,7 +127,7 @@ def evaluate(
     )
 
     evaluated_under = provenance.conditions(hidden_states.identity, dtype=verifier.dtype, chat=store.info["chat"])
-    trained_on = trained.inputs["hidden_states"]
+    trained_on = trained.inputs.get("hidden_states", "")  # an imported drafter has none
     trained_under = provenance.conditions(
         trained_on, dtype=trained.summary["verifier"]["dtype"], chat=trained.summary.get("chat", {})
     )

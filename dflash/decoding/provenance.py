@@ -35,7 +35,7 @@ def conditions(identity: str, *, dtype: str, chat: dict[str, Any]) -> dict[str, 
     return {
         "dtype": dtype,
         "template": tokenization and tokenization.inputs.get("tokenizer"),
-        "thinking": chat.get("options", {}).get("variables", {}).get("enable_thinking", "default"),
+        "thinking": chat.get("options", {}).get("variables", {}).get("enable_thinking", "default") if chat else None,
         "max_new_tokens": generation and generation.config.get("max_new_tokens"),
     }
 

@@ -346,7 +346,7 @@ def _code(text: str) -> str:
     return "`" + (" ".join(text.replace("`", "'").split()) or " ") + "`"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(map(_escaped, cells)) + " |"
 
@@ -359,7 +359,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     sections = [f"# {title(report)}", introduction(report)]
     sections += [f"* {name}: **{value}**" for name, value in headline(report)]
     sections += [f"> {note}" for note in report["notes"]]
-    sections += map(_markdown_table, tables(report))
+    sections += map(markdown_table, tables(report))
     if report["worst"]:
         sections += ["## Worst cases", WORST]
         sections += [

@@ -1,6 +1,7 @@
 """Drafters on disk, in the published format: `model.safetensors` and `config.json`. Knows nothing of training."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,18 +31,35 @@ def read_config(folder: Path) -> DrafterConfig:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The weights of a folder for this drafter. Raises ValueError naming all that are missing, unknown or misshapen.
+def read_tensors(folder: Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """All tensors of a folder: of `model.safetensors`, or of the shards that its index names.
 
-    Also where the file is not whole.
+    Raises ValueError where a file is missing or not whole.
     """
-    path = folder / "model.safetensors"
-    if not path.exists():
-        raise ValueError(f"{path} is missing; give the folder of a DFlash drafter")
-    try:
-        weights = load_file(path, device=str(device))
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy or train it again") from None
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    names = [whole.name]
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged ({error}); copy or download it again") from None
+    elif not whole.exists():
+        pickled = sorted(path.name for kind in ("*.bin", "*.pt") for path in folder.glob(kind))
+        hint = f"; {pickled[0]} is not read, as it could run code: save it as safetensors" if pickled else ""
+        raise ValueError(f"{whole} is missing; give the folder of a DFlash drafter{hint}")
+    weights: dict[str, Tensor] = {}
+    for path in (folder / name for name in names):
+        if not path.exists():
+            raise ValueError(f"{path} is missing, one of {len(names)} files that {index.name} names; download it again")
+        try:
+            weights |= load_file(path, device=str(device))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}); copy or train it again") from None
+    return weights
+
+
+def check_weights(place: Path, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
+    """Raises ValueError naming all weights that are missing, unknown or misshapen for this drafter."""
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     differing = (name for name in expected.keys() & found.keys() if expected[name] != found[name])
@@ -53,7 +71,13 @@ def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str =
     named = {problem: ", ".join(sorted(names)) for problem, names in problems.items()}
     if any(named.values()):
         listed = "; ".join(f"{problem} {names}" for problem, names in named.items() if names)
-        raise ValueError(f"{path}: {listed}; is config.json its own?")
+        raise ValueError(f"{place}: {listed}; is config.json its own?")
+
+
+def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The weights of a folder for this drafter. Raises ValueError as `read_tensors` and `check_weights` do."""
+    weights = read_tensors(folder, device=device)
+    check_weights(folder / "model.safetensors", weights, drafter)
     return weights
 
 

@@ -1,0 +1,135 @@
+"""What is known of a drafter, from the manifests of all it was made from and its newest report. Nothing is guessed.
+
+Reads manifests and reports, no weights. What is not known (any more) is null.
+"""
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import PurePath
+from typing import Any
+
+from dflash.bundled import LICENCES, PACKAGE, PREFIX
+from dflash.decoding.acceptance import CHAIN
+from dflash.decoding.tables import groups
+from dflash.decoding.verdict import load_evaluated
+from dflash.drafter.model import DrafterConfig
+from dflash.housekeeping import Lineage
+from dflash.inputs import HUB
+from dflash.manifests import Manifest
+from dflash.pinning import PinnedVerifier
+
+SCHEMA_VERSION = 1
+PACKAGES = ("dflash", "torch", "transformers", "safetensors")
+MADE_FROM = ("hidden_states", "corpus", "conversations", "prompts")
+
+
+def report_on(drafter: Manifest, made: Lineage) -> tuple[str, dict[str, Any]] | None:
+    """Key and record of the newest report on a drafter; None where there is none."""
+    reports = [m for m in made.manifests if m.stage == "evaluation" and m.inputs["drafter"] == drafter.identity]
+    if not reports:
+        return None
+    newest = max(reports, key=lambda manifest: manifest.created)
+    return newest.key, dict(load_evaluated(newest.path).report)
+
+
+def facts_of(
+    drafter: Manifest, config: DrafterConfig, verifier: PinnedVerifier, made: Lineage, *, name: str
+) -> dict[str, Any]:
+    """The record that goes with an exported drafter as provenance.json; `name` is what the verifier is called there."""
+    found = report_on(drafter, made)
+    evaluation = _evaluation(*found) if found else None
+    if origin := drafter.summary.get("provenance"):  # it was imported, and came with a record of its own
+        return dict(origin) | ({"evaluation": evaluation} if evaluation else {})
+    sources = {}
+    step: Manifest | None = drafter
+    while step:
+        sources[step.stage] = step
+        names = [step.inputs[name] for name in MADE_FROM if name in step.inputs]
+        step = next(iter(made.inputs(names)), None)
+    trained_for = drafter.summary["verifier"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "drafter": drafter.key,
+        "made": drafter.created.isoformat(timespec="seconds"),
+        "parameters": drafter.summary.get("parameters"),
+        "verifier": {
+            "name": name,
+            "revision": verifier.revision or None,
+            "identity": verifier.identity,
+            "dtype": trained_for["dtype"],
+            "num_layers": verifier.num_layers,
+            "hidden_size": verifier.hidden_size,
+            "vocab_size": verifier.vocab_size,
+        },
+        "chat": drafter.summary.get("chat"),
+        "shape": {
+            "block_size": config.block_size,
+            "mask_token_id": config.mask_token_id,
+            "target_layer_ids": list(config.target_layer_ids),
+            "layer_types": list(config.layer_types),
+            "sliding_window": config.sliding_window,
+        },
+        "training": _training(drafter),
+        "data": _data(sources),
+        "evaluation": evaluation,
+        "stages": {stage: manifest.recipe for stage, manifest in sources.items()},
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+
+
+def _training(drafter: Manifest) -> dict[str, Any] | None:
+    if "hidden_states" not in drafter.inputs:
+        return None
+    names = ("rows", "steps", "tokens", "skipped", "best", "on_policy_share")
+    return {name: drafter.summary.get(name) for name in names} | {"config": drafter.config}
+
+
+def _data(sources: Mapping[str, Manifest]) -> dict[str, Any]:
+    """Of the conversations that it was trained on; what artifacts are gone leave nulls."""
+    prompts, generation, corpus = (sources.get(stage) for stage in ("prompts", "generation", "tokenization"))
+    known = prompts.summary.get("sources", {}) if prompts else {}
+    asked = ("backend", "temperature", "max_prompt_tokens", "max_new_tokens")
+    return {
+        "sources": [
+            {
+                "name": shown(name),
+                "rows_in": counts["rows_in"],
+                "rows": counts["rows"],
+                "dropped": counts["dropped"],
+                "licence": LICENCES.get(name),
+            }
+            for name, counts in known.items()
+        ],
+        "answers": generation
+        and {name: generation.config[name] for name in asked} | {"tokens": generation.summary.get("tokens")},
+        "corpus": corpus and {name: corpus.summary[name] for name in ("rows", "tokens", "supervised", "splits")},
+    }
+
+
+def shown(name: str) -> str:
+    """A source as strangers may see it: of a path on this machine only the last part."""
+    return name if name.startswith((PREFIX, PACKAGE, HUB)) else PurePath(name).name
+
+
+def _evaluation(key: str, report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "report": key,
+        "methods": report["methods"],
+        "categories": {
+            name: {
+                field: numbers[field] for field in ("responses", "tokens", "rounds", "acceptance_length", "interval")
+            }
+            for name, numbers in groups(report)
+        },
+        "weak": weak_categories(report),
+        "conditions": report.get("evaluated"),
+        "parity": report["parity"],
+        "notes": report["notes"],
+    }
+
+
+def weak_categories(report: Mapping[str, Any]) -> list[str]:
+    """Categories whose whole interval, of the chain, lies below the acceptance length of all responses."""
+    overall = report["overall"]["acceptance_length"][CHAIN]
+    measured = [(name, numbers["interval"][CHAIN]) for name, numbers in groups(report)]
+    return [name for name, interval in measured if interval and overall is not None and interval[1] < overall]

@@ -1,0 +1,176 @@
+"""Import: a drafter that others trained, or that was exported, as an artifact to evaluate or to start training from.
+
+A folder of any format of dflash.drafter.formats and its verifier in, an artifact of stage training out, in the
+published layout. Reads safetensors only: other files of weights could run code.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from dflash.config import VerifierConfig
+from dflash.drafter.export import check_weights, read_tensors, save_drafter
+from dflash.drafter.formats import SPECULATORS, as_published, format_of, own_weights
+from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.export.exporting import CHECKSUMS, PROVENANCE
+from dflash.keys import imported_key
+from dflash.manifests import Artifact, Damaged, file_sha256, find, publish
+from dflash.pinning import PinnedVerifier, pin
+from dflash.text_config import with_defaults
+
+log = logging.getLogger(__name__)
+
+
+def import_drafter(folder: Path, *, verifier: str, revision: str, block_size: int) -> Artifact:
+    """Check a drafter's folder against its verifier and publish it; the same one again is found.
+
+    `verifier` is a name as in the recipe's verifier.model, empty: as the folder says. `block_size` is for formats that
+    do not say it, else 0. Raises ValueError, with all that is wrong in one line, where files are missing or not whole,
+    the format or a part of it is unknown, weights are missing, unknown or misshapen, or it is for another verifier.
+    """
+    folder = folder.expanduser()
+    check_sums(folder)
+    settings = _json(folder / "config.json")
+    recorded = _json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+    try:
+        kind = format_of(settings)
+        model = verifier or _named_verifier(settings, recorded)
+        pinned = pin(VerifierConfig(model=model, revision=revision))
+        _refuse_other(recorded, pinned)
+        if kind == SPECULATORS:  # which leaves out what is the default of its class
+            settings["transformer_layer_config"] = with_defaults(settings["transformer_layer_config"])
+        published = as_published(settings, num_target_layers=pinned.num_layers, block_size=block_size)
+        config = DrafterConfig.from_json(published)
+        _check_shape(config, pinned)
+    except KeyError as error:
+        raise ValueError(f"{folder / 'config.json'} has no {error}; is it a DFlash drafter?") from None
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
+    weights, borrowed = own_weights(read_tensors(folder))
+    with torch.device("meta"):
+        drafter = Drafter(config)
+    _check_taps(folder, weights, config)
+    check_weights(folder, weights, drafter)
+    _check_borrowed(folder, borrowed, pinned)
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
+    if len(dtypes) > 1:
+        raise ValueError(f"{folder}: weights of several dtypes, {', '.join(dtypes)}; save them as one")
+
+    identifying = [*sorted(folder.glob("*.safetensors")), *folder.glob(PROVENANCE)]
+    files = {path.name: file_sha256(path) for path in identifying}
+    key = imported_key(config.to_json(dtype=dtypes[0]), files, pinned)
+    try:
+        if found := find(key):
+            return found
+    except Damaged as damage:
+        log.warning("%s", damage)
+    drafter.load_state_dict(weights, assign=True)
+    summary = {
+        "parameters": sum(weight.numel() for weight in weights.values()),
+        "verifier": {"name": model, "identity": pinned.identity, "dtype": recorded.get("verifier", {}).get("dtype")},
+        "imported": {"folder": folder.name, "format": kind},
+        "provenance": recorded or None,
+    }
+    if recorded.get("chat"):
+        summary["chat"] = recorded["chat"]
+    with publish(key, summary=summary) as (scratch, artifact):
+        save_drafter(scratch, drafter)
+    log.info("%s: a drafter of format %s for %s", artifact().key, kind, pinned)
+    return artifact()
+
+
+def check_sums(folder: Path) -> None:
+    """Raises ValueError naming the first file that is missing or differs from the folder's checksums, if it has any."""
+    if not (folder / CHECKSUMS).exists():
+        return
+    for number, line in enumerate((folder / CHECKSUMS).read_text().splitlines(), start=1):
+        digest, _, name = line.partition("  ")
+        if not name or Path(name).name != name:
+            raise ValueError(f"{folder / CHECKSUMS}:{number}: {line!r} is no checksum and name; get the folder again")
+        path = folder / name
+        if not path.exists():
+            raise ValueError(f"{path} is missing, though {CHECKSUMS} names it; get the folder again")
+        if file_sha256(path) != digest:
+            raise ValueError(f"{path} differs from its checksum in {CHECKSUMS}; get the folder again")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give the folder of a DFlash drafter") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); get the folder again") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object; give the folder of a DFlash drafter")
+    return found
+
+
+def _named_verifier(settings: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
+    name = recorded.get("verifier", {}).get("name")
+    name = name or ((settings.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    if not name:
+        raise ValueError("it does not say which verifier it is for; give --verifier")
+    return str(name)
+
+
+def _refuse_other(recorded: Mapping[str, Any], pinned: PinnedVerifier) -> None:
+    known = recorded.get("verifier")
+    if known and known["identity"] != pinned.identity:
+        raise ValueError(
+            f"it is for verifier {known['name']} ({known['identity'][:8]}), not for {pinned.name} "
+            f"({pinned.identity[:8]}); give the right one with --verifier"
+        )
+
+
+def _check_shape(config: DrafterConfig, pinned: PinnedVerifier) -> None:
+    for what, ours, theirs in (
+        ("hidden size", config.verifier_hidden_size, pinned.hidden_size),
+        ("vocabulary", config.vocab_size, pinned.vocab_size),
+    ):
+        if ours != theirs:
+            raise ValueError(f"it has {what} {ours}, its verifier {pinned.name} {theirs}; give the right --verifier")
+    if not 0 <= config.mask_token_id < pinned.vocab_size:
+        raise ValueError(f"mask token {config.mask_token_id} is none of the verifier's {pinned.vocab_size} tokens")
+
+
+def _check_taps(folder: Path, weights: Mapping[str, Tensor], config: DrafterConfig) -> None:
+    """A readable word on the usual mistake, before the shapes of all weights are looked at."""
+    if "fc.weight" not in weights or weights["fc.weight"].ndim != 2:
+        return
+    width, taps = weights["fc.weight"].shape[1], len(config.target_layer_ids)
+    if width != taps * config.verifier_hidden_size:
+        raise ValueError(
+            f"{folder}: fc.weight reads {width} features, but config.json names {taps} taps "
+            f"({', '.join(map(str, config.target_layer_ids))}) of {config.verifier_hidden_size}; is it its own?"
+        )
+
+
+def _check_borrowed(folder: Path, borrowed: Mapping[str, Tensor], pinned: PinnedVerifier) -> None:
+    """Drafters here work between their verifier's embedding and head: one with others would draft otherwise."""
+    embedding, head = "embed_tokens.weight", "lm_head.weight"
+    for name, names in {embedding: [embedding], head: [head, embedding]}.items():
+        if name not in borrowed:
+            continue
+        own = _verifier_tensor(Path(pinned.path), names)
+        if own is not None and not torch.equal(own.to(borrowed[name].dtype), borrowed[name]):
+            raise ValueError(f"{folder}: {name} is not that of its verifier {pinned.name}, and drafters here use that")
+
+
+def _verifier_tensor(folder: Path, names: list[str]) -> Tensor | None:
+    """The verifier's weight that is called so, but for what stands before: the shortest of such names."""
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            files.update(dict.fromkeys(file.keys(), path))
+    for name in names:
+        if found := min((key for key in files if key.endswith(name)), key=len, default=None):
+            with safe_open(files[found], "pt") as file:
+                return file.get_tensor(found)
+    return None
