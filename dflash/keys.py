@@ -30,19 +30,24 @@ REPORTING = ("sets", "budgets", "live_prompts", "parity", "draft_ms", "verify_ms
 
 def prompts_key(config: GenerationConfig, contaminants: Sequence[SourceConfig] = ()) -> Key:
     """`contaminants` are the sources of the evaluation sets. Raises ValueError for a source that is not there."""
-    identity = config.identity()
-    selection = {name: identity[name] for name in SELECTION}
-    selection["sources"] = [
-        {name: value for name, value in source.items() if name in ("category", "limit", "weight", "answers")}
-        for source in identity["prompts"]
-    ]
     inputs = {f"prompts[{i}]": identity_of(source) for i, source in enumerate(config.prompts)}
     if config.decontaminate:
         inputs |= {f"contaminants[{i}]": identity_of(source) for i, source in enumerate(contaminants)}
-    return Key(stage="prompts", recipe=RECIPES["prompts"], config=selection, inputs=inputs)
+    return Key(stage="prompts", recipe=RECIPES["prompts"], config=selection(config), inputs=inputs)
 
 
-def _answering(config: GenerationConfig) -> dict[str, Any]:
+def selection(config: GenerationConfig) -> dict[str, Any]:
+    """The settings that decide which prompts are collected, of whatever their sources hold."""
+    identity = config.identity()
+    sources = [
+        {name: value for name, value in source.items() if name in ("category", "limit", "weight", "answers")}
+        for source in identity["prompts"]
+    ]
+    return {name: identity[name] for name in SELECTION} | {"sources": sources}
+
+
+def answering(config: GenerationConfig) -> dict[str, Any]:
+    """The settings that decide what a verifier answers."""
     names = ANSWERING if config.temperature == 0 else ANSWERING + SAMPLING
     return {name: getattr(config, name) for name in names}
 
@@ -60,7 +65,7 @@ def chunk_key(config: GenerationConfig, ids: Sequence[str], verifier: PinnedVeri
     return Key(
         stage="generation",
         recipe=RECIPES["generation"],
-        config=_answering(config) | {"chunk": len(ids)},
+        config=answering(config) | {"chunk": len(ids)},
         inputs={"conversations": text_sha256("\n".join(ids))} | _answered_by(verifier),
     )
 
@@ -69,7 +74,7 @@ def generation_key(config: GenerationConfig, prompts: Artifact, verifier: Pinned
     return Key(
         stage="generation",
         recipe=RECIPES["generation"],
-        config=_answering(config),
+        config=answering(config),
         inputs={"prompts": prompts.identity} | _answered_by(verifier),
     )
 

@@ -38,7 +38,10 @@ app = typer.Typer(
 )
 out = Console(width=None if sys.stdout.isatty() else 160, markup=False)  # names and reasons may hold brackets
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo.")]
+RecipeName = Annotated[
+    str,
+    typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo; another flow as evaluate/demo."),
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.epochs=3. Repeatable."),
@@ -74,9 +77,9 @@ def run(
 ) -> None:
     """Run a recipe in this process: only what is not cached yet is done. Needs no server; uses one that is up."""
     with usage_errors():
-        settings = recipes.load_recipe(recipe, changes or [])
+        start = recipes.load(recipe, changes or [])
         stages = recipes.check_steps(refresh or [])
-        planning.preflight(settings)
+        planning.preflight(start.recipe)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script's background job ignores it
@@ -88,9 +91,9 @@ def run(
             print(f"recipe {recipe} · data {manifests.home()} · {where}", file=sys.stderr, flush=True)
             from flows import steps  # imports Prefect, which reads its settings then
 
-            record = steps.RunRecord(recipe=recipe)
+            record = steps.RunRecord(recipe=start.name)
             steps.CURRENT.set(record)
-            _run(recipe, settings, stages)
+            _run(start, stages)
     except (KeyboardInterrupt, Terminated) as stop:
         code = 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
         message = "interrupted; finished stages and checkpoints are kept, run again to continue"
@@ -116,14 +119,13 @@ def _terminated(*_: object) -> NoReturn:
     raise Terminated
 
 
-def _run(recipe: str, settings: Recipe, refresh: list[Step]) -> None:
+def _run(start: recipes.Start, refresh: list[Step]) -> None:
     """The flow in this process. Raises StageError for whatever went wrong in it."""
-    from flows.pipeline import pipeline
-
+    flow = recipes.load_flow(start.flow)
     _log_to_terminal()
-    parameters = {name: getattr(settings, name) for name in type(settings).model_fields}
+    sections = {name: getattr(start.recipe, name) for name in Recipe.model_fields}
     try:
-        pipeline(**parameters, recipe=recipe, refresh=refresh)
+        flow(**sections, **start.own, recipe=start.name, refresh=refresh)
     except Exception as error:
         if not _is_explained(error):
             traceback.print_exc()
@@ -456,25 +458,25 @@ def _log_to_terminal() -> None:
 def _show_result(record: "RunRecord", url: str | None) -> None:
     from dflash.decoding.tables import terminal_rows  # loads nothing heavy, but only a finished run needs it
 
-    assert record.report
-    assert record.drafter
-    header, rows = terminal_rows(json.loads(Path(record.report).with_suffix(".json").read_text()))
-    table = _table(*header, title="acceptance length")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
+    if record.report:
+        header, rows = terminal_rows(json.loads(Path(record.report).with_suffix(".json").read_text()))
+        table = _table(*header, title="acceptance length")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
     steps = ", ".join(f"{step.stage} {step.state} {step.seconds:.1f} s" for step in record.stages)
     page = (url or "http://127.0.0.1:4200/api").removesuffix("/api") + f"/runs/flow-run/{record.flow_run_id}"
     for name, text in (
         ("steps", steps),
         ("report", record.report),
         ("drafter", record.drafter),
-        ("verdict", f"{record.verdict}; champion {record.champion}"),
+        ("verdict", record.verdict and f"{record.verdict}; champion {record.champion}"),
         ("run page", page if url else f"{page} (after: dflash up)"),
     ):
-        print(f"{name:<9}{text}")
+        if text:
+            print(f"{name:<9}{text}")
 
 
 def _table(*header: str, title: str) -> Table:

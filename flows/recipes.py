@@ -1,16 +1,29 @@
 """Recipes: the deployments of prefect.yaml, read, changed by `--set`, and validated with errors a person can act on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dflash.config import Recipe, Step
 
 PREFECT_YAML = "prefect.yaml"
-FLOW_PARAMETERS = ("recipe", "refresh")  # parameters of the flow beside the recipe's sections
+PIPELINE = "pipeline"
+FLOW_PARAMETERS = ("recipe", "refresh")  # of every flow, beside the recipe's sections
+OWN_PARAMETERS: dict[str, dict[str, Any]] = {"evaluate": {"drafter": str}}
+"""Of a flow, beside those of every flow, with their types: known here so that nothing waits for Prefect."""
+
+
+class Start(NamedTuple):
+    """What is to be run: a flow (`FILE:FUNCTION`), with a recipe and parameters of its own."""
+
+    flow: str
+    name: str
+    recipe: Recipe
+    own: Mapping[str, Any]
 
 
 def prefect_yaml() -> Path:
@@ -21,42 +34,80 @@ def prefect_yaml() -> Path:
     raise ValueError(f"no {PREFECT_YAML} here; run dflash in the project's folder")
 
 
-def deployments(path: Path) -> dict[str, dict[str, Any]]:
-    """Parameters of each pipeline deployment by recipe name."""
+def registered(path: Path) -> dict[str, dict[str, Any]]:
+    """Every deployment as it is written, by FLOW/NAME."""
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
-    found = {}
-    for deployment in content["deployments"]:
-        if deployment["entrypoint"].endswith(":pipeline"):
-            found[deployment["name"]] = deployment.get("parameters", {})
-    return found
+    return {f"{_flow_name(one['entrypoint'])}/{one['name']}": one for one in content["deployments"]}
+
+
+def _flow_name(entrypoint: str) -> str:
+    return str(entrypoint.rpartition(":")[2].replace("_", "-"))
+
+
+def deployments(path: Path) -> dict[str, dict[str, Any]]:
+    """The recipes: parameters of each pipeline deployment by name."""
+    found = registered(path).items()
+    return {key.partition("/")[2]: one.get("parameters", {}) for key, one in found if key.startswith(f"{PIPELINE}/")}
 
 
 def load_recipe(name: str, changes: Sequence[str] = ()) -> Recipe:
     """A recipe of prefect.yaml with `section.key=value` changes; raises ValueError with place and allowed values."""
+    return load(name, changes).recipe
+
+
+def load(name: str, changes: Sequence[str] = ()) -> Start:
+    """The pipeline of recipe NAME, or FLOW/NAME, with changes as for `load_recipe`, and `parameter=value` of a flow's
+    own ones.
+    """
     path = prefect_yaml()
-    recipes = deployments(path)
-    parameters = recipes.get(name.removeprefix("pipeline/"))
-    if parameters is None:
-        raise ValueError(f"{path.name}: no recipe {name!r}; choose from {', '.join(recipes)}")
-    sections: dict[str, Any] = {key: value for key, value in parameters.items() if key not in FLOW_PARAMETERS}
+    known = registered(path)
+    deployment = known.get(name if "/" in name else f"{PIPELINE}/{name}")
+    if deployment is None:
+        flow = name.rpartition("/")[0]
+        if others := [key for key in known if flow and key.startswith(f"{flow}/")]:
+            raise ValueError(f"{path.name}: no deployment {name!r}; choose from {', '.join(others)}")
+        flows = dict.fromkeys(f"{key.partition('/')[0]}/NAME" for key in known if not key.startswith(f"{PIPELINE}/"))
+        raise ValueError(
+            f"{path.name}: no recipe {name!r}; choose from {', '.join(deployments(path))}, or run a part of one as "
+            f"{', '.join(flows)}"
+        )
+    own = OWN_PARAMETERS.get(_flow_name(deployment["entrypoint"]), {})
+    given: dict[str, Any] = {k: v for k, v in deployment["parameters"].items() if k not in FLOW_PARAMETERS}
     for change in changes:
-        _apply(sections, change)
+        _apply(given, change, own=own)
     try:
-        return Recipe.model_validate(sections)
+        recipe = Recipe.model_validate({section: value for section, value in given.items() if section not in own})
     except ValidationError as error:
         raise ValueError(f"recipe {name}: {explain(error)}") from None
+    values = {}
+    for key in own.keys() & given.keys():
+        try:
+            values[key] = TypeAdapter(own[key]).validate_python(given[key])
+        except ValidationError as error:
+            raise ValueError(f"{name}: {key}: {explain(error, own[key])}") from None
+    return Start(deployment["entrypoint"], deployment["name"], recipe, values)
 
 
-def _apply(sections: dict[str, Any], change: str) -> None:
+def load_flow(entrypoint: str) -> Any:
+    """The flow of FILE:FUNCTION, imported."""
+    file, _, function = entrypoint.partition(":")
+    return getattr(import_module(file.removesuffix(".py").replace("/", ".")), function)
+
+
+def _apply(sections: dict[str, Any], change: str, *, own: Mapping[str, Any]) -> None:
     place, equals, text = change.partition("=")
     section, dot, key = place.strip().partition(".")
+    if equals and not dot and own.get(section) is str:
+        sections[section] = text
+        return
     if not equals or not dot or not key:
         raise ValueError(f"--set {change}: write it as section.key=value, for example training.gamma=7")
-    if section not in Recipe.model_fields:
-        raise ValueError(f"--set {change}: no section {section!r}; choose from {', '.join(Recipe.model_fields)}")
+    names = [*Recipe.model_fields, *(name for name, kind in own.items() if kind is not str)]
+    if section not in names:
+        raise ValueError(f"--set {change}: no section {section!r}; choose from {', '.join(names)}")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -64,12 +115,12 @@ def _apply(sections: dict[str, Any], change: str) -> None:
     sections[section] = {**sections.get(section, {}), key: value}
 
 
-def explain(error: ValidationError) -> str:
-    """The first validation error in one line: where, what, and what is allowed."""
+def explain(error: ValidationError, of: Any = Recipe) -> str:
+    """The first validation error in one line: where, what, and what is allowed. `of`: what was to be made."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        model: Any = Recipe
+        model = of
         for part in first["loc"][:-1]:  # fields, and numbers in lists
             model = model.model_fields[part].annotation if isinstance(part, str) else get_args(model)[0]
         assert issubclass(model, BaseModel)

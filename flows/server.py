@@ -347,7 +347,7 @@ def _run_stack(project: Path, *, host: str, port: int) -> int:
     try:
         start_server()
         finish("flows.reaper", POOL)  # what a killed worker left behind; makes the pool, which deployments need
-        finish("prefect", "--no-prompt", "deploy", "--all")
+        finish("flows.deployments")
         start_worker()
         write_atomically(_address_file(), api_url)
         print(_banner(api_url, note="Ctrl-C or dflash down stops it"), flush=True)

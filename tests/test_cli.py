@@ -57,6 +57,8 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
     [
         (["run", "demmo"], ["demmo", "demo", "smollm2", "qwen3-8b-ddtree"]),
         (["plan", "demmo"], ["demmo", "demo"]),
+        (["run", "evaluate/demmo"], ["evaluate/demmo", "evaluate/demo", "evaluate/smollm2"]),
+        (["run", "demo", "--set", "drafter=training-0"], ["drafter=training-0", "section.key=value"]),
         (["run", "demo", "--set", "training.gama=7"], ["training.gama", "gamma", "num_anchors"]),
         (["run", "demo", "--set", "trainig.gamma=7"], ["trainig", "training", "evaluation"]),
         (["run", "demo", "--set", "training.gamma"], ["training.gamma", "section.key=value"]),

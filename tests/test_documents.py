@@ -64,6 +64,7 @@ def split(line: str) -> list[str]:
     words = shlex.split(line, comments=True)
     while words and re.match(r"[A-Z_]+=", words[0]):
         words.pop(0)
+    words = [word.replace("/NAME", "/demo") for word in words]
     return [FOR_PEOPLE.get(word, word) for word in words]
 
 

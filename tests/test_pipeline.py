@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect import Flow
 from safetensors.torch import load_file, save_file
 
 import tasks.stage
 from dflash import keys
 from dflash.bundled import resolve
+from dflash.drafters import drafter_of
 from dflash.manifests import home, load_manifest
+from dflash.pinning import pin
 
 tasks.stage.BACKOFF_SECONDS = 0  # before the tasks are made
 
-from flows.pipeline import pipeline
+from flows.pipeline import evaluate, pipeline, prepare_data, train_drafter
 from flows.recipes import load_recipe
 from flows.steps import CURRENT, RunRecord
 
@@ -37,21 +40,24 @@ class Runs:
         lines = resolve("bundled:gsm8k-train").read_text().splitlines()
         self.prompts.write_text("\n".join(lines[:12]) + "\n")
 
-    def __call__(self, *changes: str, refresh: tuple[str, ...] = ()) -> RunRecord:
+    def __call__(
+        self, *changes: str, refresh: tuple[str, ...] = (), flow: Flow[Any, Any] = pipeline, **own: str
+    ) -> RunRecord:
         settings = (
             f"generation.prompts=['{self.prompts}']", "generation.max_new_tokens=24", "evaluation.max_new_tokens=24",
             "evaluation.max_prompts=4", "evaluation.live_prompts=1", "evaluation.parity=off",
             "extraction.shard_tokens=400", "tokenization.validation_share=0.2", "training.num_layers=1",
             "training.max_steps=4", "training.tracking=disabled",
         )  # fmt: skip
-        recipe = load_recipe("demo", [*settings, *changes])
+        self.recipe = recipe = load_recipe("demo", [*settings, *changes])
         self.record = RunRecord(recipe="demo")
         token = CURRENT.set(self.record)
         try:
-            pipeline(
+            flow(
                 **{name: getattr(recipe, name) for name in type(recipe).model_fields},
                 recipe="demo",
                 refresh=list(refresh),
+                **own,
             )
         finally:
             CURRENT.reset(token)
@@ -107,6 +113,40 @@ def test_the_verdict_is_in_the_record_and_only_what_passed_the_gate_becomes_cham
         shutil.rmtree(home() / "champions")
 
 
+def test_the_parts_of_the_pipeline_find_what_it_made(runs: Runs) -> None:
+    drafter = runs().drafter
+    assert drafter
+    parts = {prepare_data: ALL[:6], train_drafter: [*ALL[:3], "training"], evaluate: [*ALL[3:6], "evaluation"]}
+    for flow, steps in parts.items():
+        runs(flow=flow)
+        assert runs.states("cached") == steps
+    assert (runs.record.drafter, runs.record.verdict) == (drafter, "first")
+    assert runs.record.report
+
+
+def test_evaluate_trains_nothing_and_says_what_is_missing(runs: Runs) -> None:
+    with pytest.raises(ValueError, match="no drafter with these settings under .*; run the recipe's pipeline, or name"):
+        runs("training.seed=99", flow=evaluate)
+    assert runs.record.stages == []
+
+
+def test_a_drafter_is_found_by_name_and_anything_else_is_refused(runs: Runs, tmp_path: Path) -> None:
+    runs()
+    drafter = runs.folder("training")
+    verifier = pin(runs.recipe.verifier)
+    for name in (str(drafter), drafter.name, drafter.name.removeprefix("training-")[:8]):
+        assert drafter_of(runs.recipe, verifier, name=name).path == drafter
+    shutil.copytree(drafter, tmp_path / "copy")
+    for name, message in {
+        "training-0123": "training-0123: no artifact begins so",
+        runs.folder("evaluation").name: "evaluation-.* is no drafter; dflash ls",
+        str(tmp_path / "copy"): "a copy of training-.*; move it to ",
+        str(tmp_path): "no manifest.json",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            drafter_of(runs.recipe, verifier, name=name)
+
+
 def test_a_drafter_that_is_not_what_was_trained_fails_the_run_with_the_diagnosis(runs: Runs) -> None:
     drafter = runs("training.seed=6").drafter
     assert drafter
@@ -141,14 +181,17 @@ def test_a_changed_setting_reruns_what_depends_on_it(runs: Runs, change: str, ex
     assert runs.ran() == []
 
 
-def test_a_changed_prompt_reruns_everything_downstream_of_it(runs: Runs) -> None:
+def test_a_changed_prompt_reruns_everything_downstream_of_it_and_evaluate_takes_the_newest(runs: Runs) -> None:
     before = runs.prompts.read_text()
     runs.prompts.write_text(before.replace("How", "Tell me how", 1))
     try:
         assert runs.ran() == [*ALL[:3], "training", "evaluation"]
+        newest = runs.record.drafter
     finally:
         runs.prompts.write_text(before)
+    assert runs(flow=evaluate).drafter == newest  # of the recipe, whose prompts may be others by now
     assert runs.ran() == []
+    assert runs.record.drafter != newest
 
 
 @pytest.mark.parametrize(

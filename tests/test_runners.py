@@ -24,7 +24,7 @@ from dflash.manifests import MANIFEST, Artifact, home, load_manifest
 tasks.stage.BACKOFF_SECONDS = 0  # before the tasks are made
 
 from flows import runners
-from flows.pipeline import extract
+from flows.parts import extract
 from flows.runners import gpus_wanted, one_after_another, runner_of
 from flows.steps import RunRecord, Steps
 from tests.hidden.hidden_small import make_corpus, pinned, save_verifier

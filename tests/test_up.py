@@ -367,7 +367,7 @@ def test_with_a_password_others_may_reach_it_and_only_who_knows_it_is_let_in(
     with refusal.value as answer:
         assert answer.code == 401
     stack.headers["Authorization"] = f"Basic {base64.b64encode(password.encode()).decode()}"
-    assert len(stack.api("deployments/filter", {})) == len(recipes.deployments(recipes.prefect_yaml()))
+    assert len(stack.api("deployments/filter", {})) == len(recipes.registered(recipes.prefect_yaml()))
     # our own commands here know it; others have to say it, and are told so in one line
     del stack.environment["PREFECT_SERVER_API_AUTH_STRING"]
     refused = stack.dflash("run", "demo")

@@ -1,0 +1,91 @@
+"""Drafters that are there already: those that a recipe has made, and any other by its name. Trains and loads none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from dflash import keys
+from dflash.config import Recipe
+from dflash.housekeeping import Lineage, lineage
+from dflash.manifests import Artifact, Key, Manifest, home, load_manifest, verify
+from dflash.pinning import PinnedVerifier
+
+
+def drafter_of(recipe: Recipe, verifier: PinnedVerifier, *, name: str = "") -> Artifact:
+    """The drafter of that name, else the newest one that the recipe has made.
+
+    A name is a drafter's folder under the data root, its key, or the beginning of that. Raises ValueError where there
+    is none, and Damaged where it is not whole.
+    """
+    made = lineage()
+    found = _named(name, made) if name else _newest(recipe, verifier, made)
+    verify(found)
+    return found.artifact()
+
+
+def _named(name: str, made: Lineage) -> Manifest:
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        found = load_manifest(folder)
+        if found.path.resolve() != folder.resolve():
+            raise ValueError(f"{name}: a copy of {found.key}; move it to {found.path}, where its report can name it")
+    else:
+        found = made.find(name)
+    if found.stage != "training":
+        raise ValueError(f"{name}: {found.key} is no drafter; dflash ls shows those that are there, as training-…")
+    return found
+
+
+def _newest(recipe: Recipe, verifier: PinnedVerifier, made: Lineage) -> Manifest:
+    drafters = [manifest for manifest in made.manifests if manifest.stage == "training"]
+    mine = [drafter for drafter in drafters if _is_of(recipe, drafter, made)]
+    for drafter in sorted(mine, key=lambda one: one.created, reverse=True):
+        if drafter.summary["verifier"]["identity"] == verifier.identity:
+            return drafter
+    if mine:
+        former = mine[0].summary["verifier"]
+        raise ValueError(
+            f"the recipe's drafters are of another verifier ({former['name']}, {former['identity'][:8]}), not of "
+            f"{verifier}; run its pipeline"
+        )
+    raise ValueError(f"no drafter with these settings under {home()}; run the recipe's pipeline, or name a drafter")
+
+
+def _is_of(recipe: Recipe, drafter: Manifest, made: Lineage) -> bool:
+    """Whether it and all that it was made from, as far as that is still here, has the recipe's settings.
+
+    What the prompt files hold may have changed: a recipe with this week's prompts is the same recipe.
+    """
+    wanted, names = _settings(recipe), _source_names(keys.prompts_key(recipe.generation))
+    return all(
+        any(one.config == wanted[one.stage] and (one.stage != "prompts" or names & _source_names(one)) for one in equal)
+        for equal in _ancestry(drafter, made)
+    )
+
+
+def _source_names(prompts: Key | Manifest) -> set[str]:
+    """Of the files and data sets that prompts are collected from, whatever these hold."""
+    listed = [text.split(",") for name, text in prompts.inputs.items() if name.startswith("prompts[")]
+    return {one.rpartition(":")[0] for names in listed for one in names}
+
+
+def _ancestry(drafter: Manifest, made: Lineage) -> Iterator[list[Manifest]]:
+    """The drafter, its hidden states, their corpus, and so on; several of equal content count as one."""
+    current = [drafter]
+    while current:
+        yield current
+        inputs = ("hidden_states", "corpus", "conversations", "prompts")
+        names = [one.inputs[name] for one in current for name in inputs if name in one.inputs]
+        current = made.inputs(names)
+
+
+def _settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The part of each stage's key that is settings, by stage."""
+    unknown = Artifact(stage="", key="", identity="", location="")
+    return {
+        "training": keys.training_key(recipe.training, unknown).config,
+        "extraction": recipe.extraction.identity(),
+        "tokenization": recipe.tokenization.identity(),
+        "generation": keys.answering(recipe.generation),
+        "prompts": keys.selection(recipe.generation),
+    }

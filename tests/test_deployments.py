@@ -1,0 +1,84 @@
+"""The deployments of prefect.yaml: each fits its flow, is complete, and is registered without a question asked."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.flows import load_flow_from_entrypoint
+
+from dflash.config import Recipe
+from flows import recipes
+from flows.deployments import register
+from flows.reaper import open_pool
+
+PROJECT = recipes.prefect_yaml().parent
+KNOWN = recipes.registered(recipes.prefect_yaml())
+FLOWS = ["pipeline", "prepare-data", "train-drafter", "evaluate"]
+pytestmark = pytest.mark.xdist_group("flows")
+
+
+def test_every_flow_is_there_for_every_recipe() -> None:
+    names = recipes.deployments(recipes.prefect_yaml())
+    assert set(KNOWN) == {f"{flow}/{name}" for flow in FLOWS for name in names}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_each_deployment_fits_its_flow_and_says_what_it_is(name: str) -> None:
+    deployment = KNOWN[name]
+    flow: Flow[Any, Any] = load_flow_from_entrypoint(deployment["entrypoint"])
+    assert flow.name == name.partition("/")[0]
+    flow.validate_parameters(deployment["parameters"])
+    start = recipes.load(name)
+    assert start.recipe == recipes.load_recipe(deployment["name"])
+    assert set(Recipe.model_fields) | {"recipe", "refresh"} | set(recipes.OWN_PARAMETERS.get(flow.name, {})) == set(
+        flow.parameters.properties
+    )
+    for parameter in flow.parameters.properties.values():
+        assert parameter.get("description")
+    assert deployment["description"].endswith(".")
+    assert deployment["work_pool"] == {"name": "local"}
+    assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    verifiers = {KNOWN[f"{flow}/{deployment['name']}"]["tags"][1] for flow in FLOWS}
+    assert deployment["tags"][0] == deployment["parameters"]["recipe"] == deployment["name"]
+    assert verifiers == {deployment["tags"][1]}
+    assert deployment["tags"][2] in ("pipeline", "data", "training", "evaluation")
+    assert deployment["tags"][3] in ("cpu", "gpu")
+
+
+@pytest.fixture(scope="module")
+def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as client:
+        open_pool(client, "local")
+        yield client
+
+
+def registered(client: SyncPrefectClient) -> dict[str, dict[str, Any]]:
+    """What the server knows of each deployment, times of change and such left out."""
+    volatile = {"created", "updated", "updated_by", "created_by", "last_polled", "version_id", "version_info", "labels"}
+    return {name: client.read_deployment_by_name(name).model_dump(mode="json", exclude=volatile) for name in KNOWN}
+
+
+def test_registering_does_what_prefect_deploy_does_and_again_changes_nothing(
+    client: SyncPrefectClient, prefect_server: str
+) -> None:
+    register(client, recipes.prefect_yaml())
+    before = registered(client)
+    for name, deployment in KNOWN.items():
+        there = before[name]
+        assert there["parameters"] == deployment["parameters"]
+        assert (there["description"], there["tags"]) == (deployment["description"], deployment["tags"])
+        assert there["global_concurrency_limit"]["limit"] == 1
+    register(client, recipes.prefect_yaml())
+    assert registered(client) == before
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"],
+        env={**os.environ, "PREFECT_API_URL": prefect_server, "PWD": str(PROJECT)},
+        cwd=PROJECT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert registered(client) == before
