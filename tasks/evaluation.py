@@ -12,10 +12,10 @@ from dflash.config import EvaluationConfig, Step
 from dflash.keys import evaluation_key
 from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
-from tasks.stage import find_or_make, show, stage
+from tasks.stage import GPU, find_or_make, show, stage
 
 
-@stage(evaluation_key, name="evaluation", hours=24)
+@stage(evaluation_key, name="evaluation", hours=24, tags=[GPU])
 def evaluation(
     config: EvaluationConfig,
     drafter: Artifact,

@@ -10,7 +10,7 @@ from dflash.hidden.planning import GB, ShardPlan, check_space, estimate, longest
 from dflash.keys import extraction_key
 from dflash.manifests import Artifact, Key
 from dflash.pinning import PinnedVerifier
-from tasks.stage import find_or_make, show, stage
+from tasks.stage import GPU, find_or_make, show, stage
 
 log = logging.getLogger("dflash.tasks")
 
@@ -32,7 +32,7 @@ def plan_extraction(
     return plans if config.runner == "inline" else longest_first(plans)
 
 
-@task(name="extraction-probe", task_run_name="{step} · estimate", persist_result=False)
+@task(name="extraction-probe", task_run_name="{step} · estimate", tags=[GPU], persist_result=False)
 def probe_extraction(
     plans: list[ShardPlan],
     config: ExtractionConfig,
@@ -56,7 +56,7 @@ def probe_extraction(
     return seconds
 
 
-@stage(shard_key, name="extraction-shard", hours=12, run_name="{step} · shard {plan.name}")
+@stage(shard_key, name="extraction-shard", hours=12, run_name="{step} · shard {plan.name}", tags=[GPU])
 def extract_shard(
     plan: ShardPlan, config: ExtractionConfig, corpus: Artifact, verifier: PinnedVerifier, step: Step = "extraction"
 ) -> Artifact:

@@ -8,7 +8,7 @@ from dflash.corpus.collection import collect
 from dflash.keys import generation_key, prompts_key
 from dflash.manifests import Artifact, Key
 from dflash.pinning import PinnedVerifier
-from tasks.stage import find_or_make, refreshing, show, stage
+from tasks.stage import GPU, find_or_make, refreshing, show, stage
 
 
 @stage(prompts_key, name="prompts", hours=24, run_name="{step} · prompts")
@@ -35,7 +35,7 @@ def chunk_key(plan: ChunkPlan) -> Key:
     return plan.key
 
 
-@stage(chunk_key, name="generation-chunk", hours=72, run_name="{step} · chunk {plan.name}")
+@stage(chunk_key, name="generation-chunk", hours=72, run_name="{step} · chunk {plan.name}", tags=[GPU])
 def generate_chunk(
     plan: ChunkPlan, config: GenerationConfig, prompts: Artifact, verifier: PinnedVerifier, step: Step = "generation"
 ) -> Artifact:

@@ -1,7 +1,7 @@
 """What all stage tasks have in common: the decorator, and finding or making the artifact."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prefect import task
@@ -17,6 +17,8 @@ from tasks.caching import CheckedJSON, locked
 from tasks.progress import reporter
 
 log = logging.getLogger("dflash.tasks")
+GPU = "gpu"
+"""The tag of tasks that load a model: a limit on it keeps them from sharing a GPU (docs/machines.md)."""
 RETRIES = 2
 BACKOFF_SECONDS = 5
 
@@ -34,7 +36,7 @@ def worth_retrying(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -
 
 
 def stage(
-    key_of: Callable[..., Key], *, name: str, hours: float, run_name: str = "{step}"
+    key_of: Callable[..., Key], *, name: str, hours: float, run_name: str = "{step}", tags: Sequence[str] = ()
 ) -> Callable[[Callable[..., Artifact]], Task[..., Artifact]]:
     """Make a stage's task: cached by `key_of`, locked, retried with back-off and jitter, bounded in time."""
     policy: CachePolicy = locked(key_of)
@@ -43,7 +45,7 @@ def stage(
         return task(
             name=name,
             task_run_name=run_name,
-            tags=[name],
+            tags=[name, *tags],
             cache_policy=policy,
             persist_result=True,
             result_storage=home() / "records",

@@ -9,10 +9,10 @@ from dflash.keys import training_key
 from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
 from dflash.training.launch import launch
-from tasks.stage import find_or_make, show, stage
+from tasks.stage import GPU, find_or_make, show, stage
 
 
-@stage(training_key, name="training", hours=24 * 21)
+@stage(training_key, name="training", hours=24 * 21, tags=[GPU])
 def training(
     config: TrainingConfig, hidden_states: Artifact, verifier: PinnedVerifier, step: Step = "training"
 ) -> Artifact:
