@@ -4,7 +4,7 @@ RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training bench-evaluation ablation
+.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training bench-evaluation ablation interop
 
 install: $(VENV)/installed
 
@@ -51,6 +51,10 @@ bench-evaluation: install
 # what helps training, on the bundled verifier: about 45 minutes on two cores; continues where it was stopped
 ablation: install
 	$(BIN)/python benchmarks/ablation.py
+
+# exported drafters in the software of others, each in an environment of its own: minutes and gigabytes at the first time
+interop: install
+	$(BIN)/python -m benchmarks.interop
 
 up: install
 	$(BIN)/dflash up

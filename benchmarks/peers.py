@@ -1,6 +1,6 @@
 """Trainers of other projects beside ours: an environment for them, one case for all, and each as a process of its own.
 
-Knows nothing of timing and nothing of what is compared. Used by benchmarks/training.py and tests/drafter/test_peers.py.
+Knows nothing of timing and nothing of what is compared. Used by benchmarks/training.py and interop.py, and tests.
 
 B batch, T tokens, F features, A anchors
 """
@@ -24,10 +24,13 @@ from dflash.drafter.model import Drafter, DrafterConfig
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "peers.txt"
+READERS = HERE / "interop.txt"
+ENGINES = HERE / "vllm.txt"
+MINUTES = 15  # that pip may take
 
 
 class Unavailable(Exception):
-    """The peers' environment cannot be built here; says why."""
+    """An environment cannot be built here; says why."""
 
 
 def peers_python() -> Path:
@@ -35,25 +38,48 @@ def peers_python() -> Path:
 
     It lies inside this environment, whose packages it borrows, and is rebuilt when the requirements change.
     """
-    folder = Path(sys.prefix) / "peers"
+    return _built("peers", REQUIREMENTS, "--no-deps", borrowing=True)
+
+
+def readers_python() -> Path:
+    """The same for projects that load exported drafters: z-lab's package is called as this one, so they are apart."""
+    return _built("interop", READERS, "--no-deps", borrowing=True)
+
+
+def vllm_python() -> Path:
+    """The same for vLLM, which brings all that it needs in versions of its own: minutes, and gigabytes."""
+    return _built("vllm", ENGINES, borrowing=False)
+
+
+def is_built(requirements: Path = ENGINES, name: str = "vllm") -> bool:
+    """Whether an environment is there already, as it is required now."""
+    mark = Path(sys.prefix) / name / "installed.txt"
+    return mark.exists() and mark.read_text() == requirements.read_text()
+
+
+def _built(name: str, requirements: Path, *options: str, borrowing: bool) -> Path:
+    folder = Path(sys.prefix) / name
     python, mark = folder / "bin" / "python", folder / "installed.txt"
-    wanted = REQUIREMENTS.read_text()
     try:
         with FileLock(f"{folder}.lock"):
-            if not (mark.exists() and mark.read_text() == wanted):
+            if not is_built(requirements, name):
                 _run(sys.executable, "-m", "venv", "--clear", "--without-pip", folder)
                 paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
-                Path(paths["purelib"], "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+                if borrowing:
+                    Path(paths["purelib"], "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
                 pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", 1, "--python", python)
-                _run(*pip, "install", "--quiet", "--no-deps", "--requirement", REQUIREMENTS)
-                mark.write_text(wanted)
+                _run(*pip, "install", "--quiet", "--ignore-installed", *options, "--requirement", requirements)
+                mark.write_text(requirements.read_text())
     except OSError as error:
         raise Unavailable(f"{folder} cannot be written: {error}") from error
     return python
 
 
 def _run(*command: object) -> None:
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    try:
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60 * MINUTES)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{command[0]} took more than {MINUTES} minutes") from None
     if done.returncode:
         raise Unavailable(f"{command[0]} failed: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
 

@@ -1,4 +1,4 @@
-"""Drafters that are there already: those that a recipe has made, and any other by its name. Trains and loads none."""
+"""Drafters that are there already: those that a recipe has made, and any other by its name. Trains none."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,24 +7,28 @@ from typing import Any
 from dflash import keys
 from dflash.config import Recipe
 from dflash.housekeeping import Lineage, lineage
-from dflash.manifests import Artifact, Key, Manifest, home, load_manifest, verify
+from dflash.manifests import MANIFEST, Artifact, Key, Manifest, home, load_manifest, verify
 from dflash.pinning import PinnedVerifier
 
 
 def drafter_of(recipe: Recipe, verifier: PinnedVerifier, *, name: str = "") -> Artifact:
     """The drafter of that name, else the newest one that the recipe has made.
 
-    A name is a drafter's folder under the data root, its key, or the beginning of that. Raises ValueError where there
-    is none, and Damaged where it is not whole.
+    A name is a drafter's folder under the data root, its key, or the beginning of that; a folder that others made is
+    imported. Raises ValueError where there is none, or it is for another verifier, and Damaged where it is not whole.
     """
     made = lineage()
-    found = _named(name, made) if name else _newest(recipe, verifier, made)
+    found = _named(name, verifier, made) if name else _newest(recipe, verifier, made)
     verify(found)
     return found.artifact()
 
 
-def _named(name: str, made: Lineage) -> Manifest:
+def _named(name: str, verifier: PinnedVerifier, made: Lineage) -> Manifest:
     folder = Path(name).expanduser()
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).exists():
+        from dflash.export.importing import import_drafter  # loads torch, which those made here do without
+
+        return load_manifest(import_drafter(folder, verifier, block_size=0).path)
     if folder.is_dir():
         found = load_manifest(folder)
         if found.path.resolve() != folder.resolve():

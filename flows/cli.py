@@ -347,10 +347,15 @@ def import_folder(
     as_json: Json = False,
 ) -> None:
     """Make a drafter that others trained an artifact, to evaluate it, or to start training from its folder."""
-    from dflash.export.importing import import_drafter  # loads torch and Transformers
+    from dflash.export.importing import import_drafter, verifier_of  # loads torch and Transformers
+    from dflash.pinning import pin
 
     with usage_errors():
-        made = import_drafter(folder, verifier=verifier, revision=revision, block_size=block_size)
+        if verifier:
+            pinned = pin(VerifierConfig(model=verifier, revision=revision))
+        else:
+            pinned = verifier_of(folder, revision=revision)
+        made = import_drafter(folder, pinned, block_size=block_size)
     print(f"imported as {made.key}: {made.path}", file=sys.stderr)
     if as_json:
         print(json.dumps({"drafter": made.key, "folder": str(made.path)}), flush=True)

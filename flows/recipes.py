@@ -64,7 +64,7 @@ def load(name: str, changes: Sequence[str] = ()) -> Start:
     """
     path = prefect_yaml()
     known = registered(path)
-    deployment = known.get(name if "/" in name else f"{PIPELINE}/{name}")
+    deployment = known.get(name if "/" in name else f"{PIPELINE}/{name}") or _only_one(name, known)
     if deployment is None:
         flow = name.rpartition("/")[0]
         if others := [key for key in known if flow and key.startswith(f"{flow}/")]:
@@ -89,6 +89,12 @@ def load(name: str, changes: Sequence[str] = ()) -> Start:
         except ValidationError as error:
             raise ValueError(f"{name}: {key}: {explain(error, own[key])}") from None
     return Start(deployment["entrypoint"], deployment["name"], recipe, values)
+
+
+def _only_one(name: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """The deployment of that name where no recipe, and only one flow, has it."""
+    found = [deployment for key, deployment in known.items() if key.endswith(f"/{name}")]
+    return found[0] if len(found) == 1 and "/" not in name else None
 
 
 def load_flow(entrypoint: str) -> Any:

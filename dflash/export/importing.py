@@ -27,12 +27,24 @@ from dflash.text_config import with_defaults
 log = logging.getLogger(__name__)
 
 
-def import_drafter(folder: Path, *, verifier: str, revision: str, block_size: int) -> Artifact:
+def verifier_of(folder: Path, *, revision: str) -> PinnedVerifier:
+    """The verifier that a drafter's folder says it is for. Raises ValueError where it says none, or it is not here."""
+    recorded = _json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+    name = recorded.get("verifier", {}).get("name")
+    if not name:
+        method = _json(folder / "config.json").get("speculators_config") or {}
+        name = (method.get("verifier") or {}).get("name_or_path")
+    if not name:
+        raise ValueError(f"{folder}: it does not say which verifier it is for; give --verifier")
+    return pin(VerifierConfig(model=name, revision=revision))
+
+
+def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -> Artifact:
     """Check a drafter's folder against its verifier and publish it; the same one again is found.
 
-    `verifier` is a name as in the recipe's verifier.model, empty: as the folder says. `block_size` is for formats that
-    do not say it, else 0. Raises ValueError, with all that is wrong in one line, where files are missing or not whole,
-    the format or a part of it is unknown, weights are missing, unknown or misshapen, or it is for another verifier.
+    `block_size` is for formats that do not say it, else 0. Raises ValueError, with all that is wrong in one line, where
+    files are missing or not whole, the format or a part of it is unknown, weights are missing, unknown or misshapen, or
+    it is for another verifier.
     """
     folder = folder.expanduser()
     check_sums(folder)
@@ -40,14 +52,12 @@ def import_drafter(folder: Path, *, verifier: str, revision: str, block_size: in
     recorded = _json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
     try:
         kind = format_of(settings)
-        model = verifier or _named_verifier(settings, recorded)
-        pinned = pin(VerifierConfig(model=model, revision=revision))
-        _refuse_other(recorded, pinned)
+        _refuse_other(recorded, verifier)
         if kind == SPECULATORS:  # which leaves out what is the default of its class
             settings["transformer_layer_config"] = with_defaults(settings["transformer_layer_config"])
-        published = as_published(settings, num_target_layers=pinned.num_layers, block_size=block_size)
+        published = as_published(settings, num_target_layers=verifier.num_layers, block_size=block_size)
         config = DrafterConfig.from_json(published)
-        _check_shape(config, pinned)
+        _check_shape(config, verifier)
     except KeyError as error:
         raise ValueError(f"{folder / 'config.json'} has no {error}; is it a DFlash drafter?") from None
     except ValueError as error:
@@ -57,23 +67,24 @@ def import_drafter(folder: Path, *, verifier: str, revision: str, block_size: in
         drafter = Drafter(config)
     _check_taps(folder, weights, config)
     check_weights(folder, weights, drafter)
-    _check_borrowed(folder, borrowed, pinned)
+    _check_borrowed(folder, borrowed, verifier)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
     if len(dtypes) > 1:
         raise ValueError(f"{folder}: weights of several dtypes, {', '.join(dtypes)}; save them as one")
 
     identifying = [*sorted(folder.glob("*.safetensors")), *folder.glob(PROVENANCE)]
     files = {path.name: file_sha256(path) for path in identifying}
-    key = imported_key(config.to_json(dtype=dtypes[0]), files, pinned)
+    key = imported_key(config.to_json(dtype=dtypes[0]), files, verifier)
     try:
         if found := find(key):
             return found
     except Damaged as damage:
         log.warning("%s", damage)
     drafter.load_state_dict(weights, assign=True)
+    trained_in = recorded.get("verifier", {}).get("dtype")
     summary = {
         "parameters": sum(weight.numel() for weight in weights.values()),
-        "verifier": {"name": model, "identity": pinned.identity, "dtype": recorded.get("verifier", {}).get("dtype")},
+        "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": trained_in},
         "imported": {"folder": folder.name, "format": kind},
         "provenance": recorded or None,
     }
@@ -81,7 +92,7 @@ def import_drafter(folder: Path, *, verifier: str, revision: str, block_size: in
         summary["chat"] = recorded["chat"]
     with publish(key, summary=summary) as (scratch, artifact):
         save_drafter(scratch, drafter)
-    log.info("%s: a drafter of format %s for %s", artifact().key, kind, pinned)
+    log.info("%s: a drafter of format %s for %s", artifact().key, kind, verifier)
     return artifact()
 
 
@@ -110,14 +121,6 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no JSON object; give the folder of a DFlash drafter")
     return found
-
-
-def _named_verifier(settings: Mapping[str, Any], recorded: Mapping[str, Any]) -> str:
-    name = recorded.get("verifier", {}).get("name")
-    name = name or ((settings.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
-    if not name:
-        raise ValueError("it does not say which verifier it is for; give --verifier")
-    return str(name)
 
 
 def _refuse_other(recorded: Mapping[str, Any], pinned: PinnedVerifier) -> None:

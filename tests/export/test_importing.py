@@ -11,14 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash.config import TrainingConfig
+from dflash.config import TrainingConfig, VerifierConfig
 from dflash.drafter.export import load_drafter, save_drafter
 from dflash.drafter.initialisation import initialise
 from dflash.drafter.model import Drafter
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, export_drafter
-from dflash.export.importing import import_drafter
+from dflash.export.importing import import_drafter, verifier_of
 from dflash.keys import training_key
 from dflash.manifests import Artifact, load_manifest
+from dflash.pinning import pin
 from tests.export.export_small import LAYERS, Made
 
 VERIFIER = "bundled:demo-verifier"
@@ -26,7 +27,8 @@ Change = Callable[[Path], object]
 
 
 def read(folder: Path, verifier: str = VERIFIER, *, block_size: int = 0) -> Artifact:
-    return import_drafter(folder, verifier=verifier, revision="main", block_size=block_size)
+    pinned = pin(VerifierConfig(model=verifier)) if verifier else verifier_of(folder, revision="main")
+    return import_drafter(folder, pinned, block_size=block_size)
 
 
 def error(folder: Path, verifier: str = VERIFIER, **settings: Any) -> str:

@@ -1,0 +1,41 @@
+"""Independent projects, each in a process and an environment of its own, load exported drafters and draft the same.
+
+vLLM, whose environment takes gigabytes, is left to `make interop`.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.interop import Bench, Differs, run, same_logits
+from benchmarks.peers import Unavailable, readers_python
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    try:
+        readers_python()
+    except Unavailable as reason:
+        pytest.skip(f"the other projects cannot be installed: {reason}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_HOME", str(tmp_path_factory.mktemp("interop-home")))
+        yield Bench.make(tmp_path_factory.mktemp("interop"), taught=False)
+
+
+@pytest.mark.parametrize("name", ["zlab-windows", "specforge", "speculators"])
+def test_others_load_an_exported_drafter_and_draft_the_same(bench: Bench, name: str) -> None:
+    (result,) = run(bench, [name])
+    assert result.passed, result.said
+
+
+def test_a_drafter_whose_taps_are_off_by_one_is_noticed(bench: Bench) -> None:
+    broken = bench.exported("off", "dflash")
+    shutil.copytree(bench.exported("plain", "dflash"), broken)
+    described = json.loads((broken / "config.json").read_text())
+    right = list(described["dflash_config"]["target_layer_ids"])
+    described["dflash_config"]["target_layer_ids"] = [layer + 1 for layer in right]
+    (broken / "config.json").write_text(json.dumps(described))
+    with pytest.raises(Differs, match="logits differ"):
+        same_logits(bench, "zlab", name="off", ours="plain")
