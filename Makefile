@@ -4,7 +4,8 @@ RECIPE ?= demo
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training bench-evaluation ablation interop
+.PHONY: demo test lint up down install clean bench-corpus bench-extraction bench-training bench-evaluation bench-orchestration
+.PHONY: ablation interop
 
 install: $(VENV)/installed
 
@@ -47,6 +48,10 @@ bench-training: install
 # replay against live decoding of the same responses; draft trees against a Python heap per block
 bench-evaluation: install
 	$(BIN)/python benchmarks/evaluation.py
+
+# an all-cached pipeline on a server and worker of its own, a task per shard, memory over 20 runs: minutes
+bench-orchestration: install
+	$(BIN)/python benchmarks/orchestration.py
 
 # what helps training, on the bundled verifier: about 45 minutes on two cores; continues where it was stopped
 ablation: install

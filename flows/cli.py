@@ -23,7 +23,7 @@ from rich.tree import Tree
 from dflash import manifests
 from dflash import plan as planning
 from dflash.config import EvaluationConfig, Recipe, Step, VerifierConfig
-from flows import recipes, server
+from flows import logs, recipes, server
 
 if TYPE_CHECKING:
     from dflash.housekeeping import Lineage
@@ -447,8 +447,11 @@ def down() -> None:
 def _log_to_terminal() -> None:
     """The library's own lines, short and once; Prefect's only where something is wrong."""
     console = Console(stderr=True)
-    if console.is_terminal:  # above the progress bar
-        handler: logging.Handler = RichHandler(console=console, show_path=False, show_level=False)
+    if logs.as_json():
+        handler: logging.Handler = logging.StreamHandler()
+        handler.setFormatter(logs.JsonLines())
+    elif console.is_terminal:  # above the progress bar
+        handler = RichHandler(console=console, show_path=False, show_level=False)
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))

@@ -24,6 +24,7 @@ from urllib.error import HTTPError
 from filelock import FileLock, Timeout
 
 from dflash.manifests import HOST, home, write_atomically
+from flows import logs
 
 log = logging.getLogger("dflash.flows")
 POOL = "local"
@@ -57,6 +58,7 @@ def settings() -> dict[str, str]:
     }
     if password := os.environ.get("PREFECT_SERVER_API_AUTH_STRING"):
         defaults["PREFECT_API_AUTH_STRING"] = password  # here a server's clients are of the same person
+    defaults |= logs.settings()
     return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
