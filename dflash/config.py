@@ -442,6 +442,13 @@ class TrainingConfig(Config):
     block_size: int = Field(16, title="Block size", ge=2, le=128, description="Slots per block, the anchor included.")
     num_layers: int = Field(5, title="Drafter layers", ge=1, description="Decoder layers of the drafter.")
     shape: DrafterShapeConfig = Field(DrafterShapeConfig(), title="Shape", description="Widths, heads, windows.")
+    draft_vocab_size: int = Field(
+        0,
+        title="Draft vocabulary",
+        ge=0,
+        description="Tokens that can be drafted: the most frequent labels of the training rows, and mask and end "
+        "tokens; 0: all that the verifier has. Fewer make a draft cheaper, and labels outside are never right.",
+    )
     initialisation: str = Field(
         "random",
         title="Initialisation",

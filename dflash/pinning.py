@@ -6,6 +6,7 @@ Reads and hashes files; loads no weights (a GGUF file is converted once, by `ggu
 import hashlib
 import json
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def _folder(config: VerifierConfig) -> Path:
         ) from error
 
 
-def _ids(value: Any) -> list[int]:
+def as_ids(value: Any) -> list[int]:
     return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
@@ -154,7 +155,7 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         raise ValueError(f"verifier.model: {folder} holds no tokenizer; copy the model's tokenizer files there")
     kept = {name: value for name, value in settings.items() if name not in VOLATILE}
     generation = folder / "generation_config.json"
-    eos = _ids(_settings(generation).get("eos_token_id")) if generation.exists() else []
+    eos = as_ids(_settings(generation).get("eos_token_id")) if generation.exists() else []
     parts = {
         "config": kept,
         "weights": {path.name: remembered_sha256(path) for path in weights},
@@ -190,9 +191,9 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         vocab_size=text["vocab_size"],
         max_positions=text.get("max_position_embeddings"),
         special_ids={
-            "eos": sorted({*_ids(text.get("eos_token_id")), *eos}),
-            "pad": _ids(text.get("pad_token_id")),
-            "bos": _ids(text.get("bos_token_id")),
+            "eos": sorted({*as_ids(text.get("eos_token_id")), *eos}),
+            "pad": as_ids(text.get("pad_token_id")),
+            "bos": as_ids(text.get("bos_token_id")),
         },
         chat=chat,
     )
@@ -267,6 +268,35 @@ def check_mask_token(config: TrainingConfig, verifier: PinnedVerifier) -> None:
     for name, ids in verifier.special_ids.items():
         if token in ids:
             raise ValueError(f"training.mask_token_id: {token} is the verifier's {name} token; choose a reserved id")
+
+
+def check_draft_vocabulary(config: TrainingConfig, verifier: PinnedVerifier) -> None:
+    """Raises ValueError for more tokens than the verifier has, where these are not all its head's rows."""
+    tokens = num_tokens(verifier)
+    if config.draft_vocab_size > tokens or config.draft_vocab_size == verifier.vocab_size:
+        raise ValueError(
+            f"training.draft_vocab_size: {config.draft_vocab_size} tokens are no part of the verifier's {tokens} "
+            f"({verifier.vocab_size} rows of its head); choose fewer, or 0 for all"
+        )
+
+
+def num_tokens(verifier: PinnedVerifier) -> int:
+    """How many rows of the verifier's head are tokens of its tokenizer; rows beyond, of a padded head, mean nothing.
+
+    All rows where the tokenizer has no tokenizer.json.
+    """
+    return min(_tokens_of(Path(verifier.path) / "tokenizer.json") or verifier.vocab_size, verifier.vocab_size)
+
+
+@cache
+def _tokens_of(path: Path) -> int:
+    """One more than the largest id that the file gives to a token; 0 where there is no such file."""
+    if not path.exists():
+        return 0
+    settings = _settings(path)
+    words = settings.get("model", {}).get("vocab", {})
+    largest = max(words.values(), default=-1) if isinstance(words, dict) else len(words) - 1
+    return 1 + max([largest, *(token["id"] for token in settings.get("added_tokens", []))])
 
 
 def check_lengths(section: str, max_prompt_tokens: int, max_new_tokens: int, verifier: PinnedVerifier) -> None:

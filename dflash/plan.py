@@ -20,6 +20,7 @@ from dflash.pinning import (
     PinnedVerifier,
     chat_templates,
     check_abilities,
+    check_draft_vocabulary,
     check_lengths,
     check_mask_token,
     pin,
@@ -52,6 +53,7 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     verifier = pin(recipe.verifier)
     check_templates(chat_templates(verifier), verifier.chat.variables)
     check_mask_token(recipe.training, verifier)
+    check_draft_vocabulary(recipe.training, verifier)
     for section, limits in (("generation", recipe.generation), ("evaluation", recipe.evaluation_generation())):
         check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)

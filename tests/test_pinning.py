@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 from transformers import Gemma3TextConfig
 
-from dflash.config import TrainingConfig, VerifierConfig
+from dflash.config import EvaluationConfig, TrainingConfig, VerifierConfig
+from dflash.keys import evaluation_key
+from dflash.manifests import Artifact
 from dflash.pinning import (
     PinnedVerifier,
     chat_templates,
     check_abilities,
+    check_draft_vocabulary,
     check_mask_token,
     complete_settings,
+    num_tokens,
     pin,
     tap_layers,
 )
@@ -245,3 +249,28 @@ def test_templates_are_found_where_transformers_looks_for_them(folder: Path) -> 
     own.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"verifier.template: .*own.jinja is not UTF-8 text"):
         pin(VerifierConfig(model=str(folder), template=str(own)))
+
+
+@pytest.mark.parametrize("words", [{"a": 0, "b": 16}, [["a", -1.0]] * 17])
+def test_a_padded_head_has_rows_beyond_the_tokens_of_its_tokenizer(folder: Path, words: object) -> None:
+    assert num_tokens(pinned(folder)) == 20, "a tokenizer that does not say has all rows"
+    tokenizer = folder.parent / "padded"
+    shutil.copytree(folder, tokenizer)
+    rewrite(tokenizer / "tokenizer.json", model={"vocab": words}, added_tokens=[{"id": 17, "content": "<|end|>"}])
+    verifier = pinned(tokenizer)
+    assert num_tokens(verifier) == 18
+    for size in (0, 18):
+        check_draft_vocabulary(training(19).model_copy(update={"draft_vocab_size": size}), verifier)
+    for size in (19, 20):
+        with pytest.raises(ValueError, match=f"draft_vocab_size: {size} tokens are no part of the verifier's 18"):
+            check_draft_vocabulary(training(19).model_copy(update={"draft_vocab_size": size}), verifier)
+
+
+def test_only_evaluations_with_a_padded_head_have_another_key_than_before_its_rows_were_left_out(folder: Path) -> None:
+    artifact = Artifact(stage="training", key="training-1", identity="training-1", location="somewhere")
+    config = EvaluationConfig.model_validate({"prompts": ["prompts.jsonl"]})
+    assert "verifier.tokens" not in evaluation_key(config, artifact, artifact, pinned(folder)).inputs
+    padded = folder.parent / "padded"
+    shutil.copytree(folder, padded)
+    rewrite(padded / "tokenizer.json", model={"vocab": {"a": 9}})
+    assert evaluation_key(config, artifact, artifact, pinned(padded)).inputs["verifier.tokens"] == "10"

@@ -33,7 +33,7 @@ from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import HiddenStates, RowStates
 from dflash.keys import evaluation_key
 from dflash.manifests import Artifact, Manifest, Progress, load_manifest, publish, silent
-from dflash.pinning import PinnedVerifier
+from dflash.pinning import PinnedVerifier, num_tokens
 from dflash.verifier import load_verifier
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,9 @@ def evaluate(
     model = load_drafter(drafter.path, dtype=dtype, device=device)
     _check_match(trained, model, store.info, verifier)
     ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
+    ends = ends.for_drafter(model, num_tokens=num_tokens(verifier))
     num_slots = model.config.block_size - 1
-    budgets = possible_budgets(config.budgets, vocab_size=ends.vocab_size, num_slots=num_slots)
+    budgets = possible_budgets(config.budgets, vocab_size=ends.draft_vocab_size, num_slots=num_slots)
     if budgets != config.budgets:
         log.warning("budgets %s of %s: a block has no more prefixes", budgets, config.budgets)
 

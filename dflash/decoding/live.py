@@ -4,7 +4,7 @@ A round: draft after the last committed token (the anchor), make a tree, let the
 pass in which a node sees only its ancestors, follow the verifier's own choices through the tree, commit. The text is
 the verifier's own with any drafter (see `sampling`); a good one needs fewer rounds.
 
-T tokens, F features, N nodes, M = N + 1 the anchor and the nodes, S slots, V vocabulary
+T tokens, F features, N nodes, M = N + 1 the anchor and the nodes, S slots, V vocabulary, U draft vocabulary
 """
 
 import time
@@ -93,10 +93,10 @@ def decode(
     done("prefill")
     while ids[-1] not in end_ids and len(ids) < max_new_tokens:
         anchor = len(prompt_ids) + len(ids) - 1
-        logits_SV = None if plain else _draft_logits(drafter, ends, ids[-1], context=context)
+        logits_SU = None if plain else _draft_logits(drafter, ends, ids[-1], context=context)
         done("draft")
 
-        draft = _plant(method, logits_SV, sampling, at=len(ids), num_slots=num_slots, device=device)
+        draft = _plant(method, ends, logits_SU, sampling, at=len(ids), num_slots=num_slots, device=device)
         done("tree")
 
         states = {} if plain else running_states(cache)
@@ -161,15 +161,16 @@ class Draft:
 
 
 def _draft_logits(drafter: Drafter, ends: Ends, anchor_id: int, *, context: Context) -> Tensor:
-    """(S, V) after the context's last token."""
+    """(S, U) after the context's last token."""
     anchors_A = torch.tensor([context.start + context.length], device=ends.embedding_VH.device)
     hidden_1SH = drafter.draft(ends, anchors_A.new_tensor([anchor_id]), anchors_A=anchors_A, context=context)
-    return ends.logits(hidden_1SH[0]).float()
+    return ends.draft_logits(hidden_1SH[0]).float()
 
 
 def _plant(
     method: Method,
-    logits_SV: Tensor | None,
+    ends: Ends,
+    logits_SU: Tensor | None,
     sampling: Sampling | None,
     *,
     at: int,
@@ -177,18 +178,20 @@ def _plant(
     device: torch.device,
 ) -> Draft:
     """The draft of the response's tokens from number `at` on, without nodes that do not exist."""
-    if logits_SV is None:
+    if logits_SU is None:
         return Draft(root_only(1, device=device))
-    logprobs_1SV = logits_SV.log_softmax(-1)[None]
+    logprobs_1SU = logits_SU.log_softmax(-1)[None]
     if method == "rejection":
         assert sampling is not None
-        drawn_S, q_SV = sampling.draft(logits_SV, torch.arange(at, at + num_slots, device=device))
+        drawn_S, q_SU = sampling.draft(logits_SU, torch.arange(at, at + num_slots, device=device))
         drawn_1S1 = drawn_S[None, :, None]
-        return Draft(chain(logprobs_1SV.gather(-1, drawn_1S1), drawn_1S1), q_SV)
+        return Draft(chain(logprobs_1SU.gather(-1, drawn_1S1), ends.ids(drawn_1S1)), ends.over_all(q_SU))
+    num_best = min(method, logprobs_1SU.shape[-1]) if isinstance(method, int) else 1
+    values_1SK, places_1SK = top_tokens(logprobs_1SU, num_best)
     if method == "chain":
-        return Draft(chain(*top_tokens(logprobs_1SV, 1)))
+        return Draft(chain(values_1SK, ends.ids(places_1SK)))
     assert isinstance(method, int)
-    trees = best_first(*top_tokens(logprobs_1SV, min(method, logprobs_1SV.shape[-1])), budget=method)
+    trees = best_first(values_1SK, ends.ids(places_1SK), budget=method)
     size = int((trees.scores_BN > -torch.inf).sum())
     parts = (trees.tokens_BN, trees.parents_BN, trees.depths_BN, trees.scores_BN)
     return Draft(Trees(*(part_BN[:, :size] for part_BN in parts)))

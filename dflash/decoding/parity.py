@@ -33,7 +33,7 @@ from dflash.drafter.export import load_drafter
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
 from dflash.hidden.encoding import as_stored
 from dflash.hidden.store import RowStates
-from dflash.pinning import PinnedVerifier
+from dflash.pinning import PinnedVerifier, num_tokens
 from dflash.verifier import FINAL_NORMS, Verifier, load_verifier
 
 REFERENCE = "parity.safetensors"  # beside a drafter that was trained here
@@ -81,8 +81,8 @@ def remember(path: Path, *, drafter: Drafter, ends: Ends, rows: Sequence[RowStat
         hidden_ASH = drafter.draft(
             ends, ids_T.to(device)[anchors_A], anchors_A=documents.offsets[number] + anchors_A, context=context
         )
-        best_AS2 = ends.logits(hidden_ASH).float().log_softmax(-1).topk(2)
-        reference[f"drafts.{number}"] = best_AS2.indices[..., 0].cpu()
+        best_AS2 = ends.draft_logits(hidden_ASH).float().log_softmax(-1).topk(2)
+        reference[f"drafts.{number}"] = ends.ids(best_AS2.indices[..., 0]).cpu()
         reference[f"margins.{number}"] = (best_AS2.values[..., 0] - best_AS2.values[..., 1]).cpu()
     dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
     metadata = {"storage_dtype": storage_dtype, "trained": json.dumps(drafter.config.to_json(dtype=dtype))}
@@ -174,7 +174,7 @@ def agreement(
         hidden_ASH = served.drafter.draft(
             served.ends, ids_T[anchors_A], anchors_A=anchors_A + served.ahead, context=context
         )
-        drafts_AS = served.ends.logits(hidden_ASH).argmax(-1).cpu()
+        drafts_AS = served.ends.ids(served.ends.draft_logits(hidden_ASH).argmax(-1)).cpu()
         same += int((drafts_AS == reference.drafts_AS)[reference.sure_AS].sum())
         compared += int(reference.sure_AS.sum())
     return same / compared if compared else 1.0, compared
@@ -220,7 +220,7 @@ def hypotheses(
         yield (
             "head",
             "the embedding was the head in training, but the verifier has one of its own",
-            replace(served, ends=tied),
+            replace(served, ends=tied.for_drafter(served.drafter, num_tokens=ends.draft_vocab_size)),
         )
 
 
@@ -293,6 +293,7 @@ def answer(request: Path) -> Parity:
     dtype, device = getattr(torch, pinned.dtype), resolve_device(pinned.device)
     drafter = load_drafter(Path(asked["exported"]), dtype=dtype, device=device)
     ends = Ends(verifier.frozen_weights(), dtype=dtype, device=device, **verifier.logit_rule._asdict())
+    ends = ends.for_drafter(drafter, num_tokens=num_tokens(pinned))
     with safe_open(asked["reference"], "pt") as file:
         storage_dtype, trained = (file.metadata()[name] for name in ("storage_dtype", "trained"))
         precision = max(pinned.dtype, storage_dtype, key=list(NEAR_TIE).index)

@@ -7,10 +7,11 @@ among its nodes, and the first b nodes of a larger tree are the tree of budget b
 Under rejection sampling the rounds depend on chance even when the text is given; their expectation does not.
 Knows no file and no verifier.
 
-A anchors, S slots, K candidates per slot, T tokens of a row, P tokens of several rows, H hidden, V vocabulary
+A anchors, S slots, K candidates per slot, T tokens of a row, P tokens of several rows, H hidden, V vocabulary,
+U draft vocabulary
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -61,17 +62,30 @@ def response_span(loss_mask_T: Tensor) -> tuple[int, int]:
 def best_tokens(ends: Ends, hidden_ASH: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
     """The drafter's k best tokens of each slot: float32 log-probabilities (A, S, k) and ids."""
     parts = [
-        top_tokens(ends.logits(part_NH).float().log_softmax(-1), k)
-        for part_NH in hidden_ASH.flatten(0, 1).split(max(1, LOGITS_PER_PASS // ends.vocab_size))
+        top_tokens(ends.draft_logits(part_NH).float().log_softmax(-1), k)
+        for part_NH in hidden_ASH.flatten(0, 1).split(max(1, LOGITS_PER_PASS // ends.draft_vocab_size))
     ]
-    values_NK, ids_NK = (torch.cat(part) for part in zip(*parts, strict=True))
-    return values_NK.unflatten(0, hidden_ASH.shape[:2]), ids_NK.unflatten(0, hidden_ASH.shape[:2])
+    values_NK, places_NK = (torch.cat(part) for part in zip(*parts, strict=True))
+    shape = hidden_ASH.shape[:2]
+    return values_NK.unflatten(0, shape), ends.ids(places_NK).unflatten(0, shape)
 
 
-def log_probabilities(ends: Ends, hidden: Tensor, ids: Tensor, *, temperature: float) -> Tensor:
-    """Of one token each, `ids` (…), under the logits of `hidden` (…, H) at a temperature; float64."""
+def log_draft_probabilities(ends: Ends, hidden: Tensor, ids: Tensor, *, temperature: float) -> Tensor:
+    """As `log_probabilities`, of the drafter; -inf for tokens that it cannot propose."""
+    places = ends.places(ids)
+    found = log_probabilities(ends, hidden, places.clamp(min=0), temperature=temperature, logits=ends.draft_logits)
+    return found.masked_fill(places < 0, -torch.inf)
+
+
+def log_probabilities(
+    ends: Ends, hidden: Tensor, ids: Tensor, *, temperature: float, logits: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """Of one token each, `ids` (…), under the logits of `hidden` (…, H) at a temperature; float64.
+
+    The verifier's, or other `logits` of the same hidden states, with ids of their own.
+    """
     parts = [
-        (ends.logits(part_NH).double() / temperature).log_softmax(-1).gather(-1, ids_N[:, None])[:, 0]
+        ((logits or ends.logits)(part_NH).double() / temperature).log_softmax(-1).gather(-1, ids_N[:, None])[:, 0]
         for part_NH, ids_N in zip(
             *(x.split(max(1, LOGITS_PER_PASS // ends.vocab_size)) for x in (hidden.flatten(0, -2), ids.flatten())),
             strict=True,
@@ -169,7 +183,7 @@ def _replay_together(
     counts, masses, log_q = [], [], []
     for part in torch.arange(len(anchors_A), device=device).split(ANCHORS_PER_PASS):
         hidden_ASH = drafter.draft(ends, ids_A[part], anchors_A=(offset_A + anchors_A)[part], context=context)
-        k = min(max([*budgets, RECALL_AT[-1]]), ends.vocab_size)
+        k = min(max([*budgets, RECALL_AT[-1]]), ends.draft_vocab_size)
         values_ASK, candidates_ASK = best_tokens(ends, hidden_ASH, k=k)
         for bad in part[values_ASK[..., 0].isnan().any(-1)][:1].tolist():
             raise ValueError(
@@ -191,7 +205,7 @@ def _replay_together(
         counts.append(torch.stack([*accepted, *hits], dim=-1))
         masses.append(torch.stack(expected, dim=-1))
         if temperature > 0:
-            log_q.append(log_probabilities(ends, hidden_ASH, labels_AS[part], temperature=temperature))
+            log_q.append(log_draft_probabilities(ends, hidden_ASH, labels_AS[part], temperature=temperature))
 
     each = [torch.cat(parts).cpu().split(sizes) for parts in (counts, masses, [live_AS], log_q) if parts]
     for one, counts_AX, masses_AM, own_live_AS, *own_log_q in zip(group, *each, strict=True):

@@ -10,11 +10,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.vocabulary import MAPS, contradiction
+
+HEAD = "lm_head.weight"
+"""Beside a trimmed vocabulary: the rows of the verifier's head that are its tokens', since engines that share the
+verifier's head share all of it."""
 
 
-def save_drafter(folder: Path, drafter: Drafter) -> None:
-    """Write the drafter, in the dtype it has, into a folder that exists."""
+def save_drafter(folder: Path, drafter: Drafter, *, head_UH: Tensor | None = None) -> None:
+    """Write the drafter, in the dtype it has, into a folder that exists; `head_UH` is for a trimmed vocabulary."""
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+    if head_UH is not None:
+        weights[HEAD] = head_UH.detach().to(drafter.fc.weight.dtype).cpu().contiguous()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     settings = drafter.config.to_json(dtype=str(drafter.fc.weight.dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -59,7 +66,9 @@ def read_tensors(folder: Path, *, device: torch.device | str = "cpu") -> dict[st
 
 
 def check_weights(place: Path, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
-    """Raises ValueError naming all weights that are missing, unknown or misshapen for this drafter."""
+    """Raises ValueError naming all weights that are missing, unknown or misshapen for this drafter, and maps of a draft
+    vocabulary that contradict each other.
+    """
     expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     differing = (name for name in expected.keys() & found.keys() if expected[name] != found[name])
@@ -72,11 +81,18 @@ def check_weights(place: Path, weights: Mapping[str, Tensor], drafter: Drafter) 
     if any(named.values()):
         listed = "; ".join(f"{problem} {names}" for problem, names in named.items() if names)
         raise ValueError(f"{place}: {listed}; is config.json its own?")
+    if drafter.config.draft_vocab_size and (wrong := contradiction(*(weights[name] for name in MAPS))):
+        raise ValueError(f"{place}: {wrong}; export or train the drafter again")
 
 
 def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """The weights of a folder for this drafter. Raises ValueError as `read_tensors` and `check_weights` do."""
+    """The weights of a folder for this drafter, without the head of a trimmed vocabulary: it is the verifier's.
+
+    Raises ValueError as `read_tensors` and `check_weights` do.
+    """
     weights = read_tensors(folder, device=device)
+    if drafter.config.draft_vocab_size:
+        weights.pop(HEAD, None)
     check_weights(folder / "model.safetensors", weights, drafter)
     return weights
 
@@ -86,5 +102,6 @@ def load_drafter(folder: Path, *, dtype: torch.dtype, device: torch.device | str
     with torch.device("meta"):
         drafter = Drafter(read_config(folder))
     weights = read_weights(folder, drafter, device=device)
-    drafter.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+    cast = {name: tensor if name in MAPS else tensor.to(dtype) for name, tensor in weights.items()}
+    drafter.load_state_dict(cast, assign=True)
     return drafter.eval().requires_grad_(False)

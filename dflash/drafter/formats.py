@@ -91,18 +91,14 @@ def _published(settings: Mapping[str, Any], _: int) -> dict[str, Any]:
 
 def _speculators(settings: Mapping[str, Any], _: int) -> dict[str, Any]:
     layers, ids = dict(settings["transformer_layer_config"]), list(settings["aux_hidden_state_layer_ids"])
-    if settings["draft_vocab_size"] != layers["vocab_size"]:
-        raise ValueError(
-            f"draft_vocab_size {settings['draft_vocab_size']} of {layers['vocab_size']}: a drafter of a part of the "
-            "vocabulary cannot be imported"
-        )
     if min(ids) < 1:
         raise ValueError(f"aux_hidden_state_layer_ids {ids} hold the embedding, 0, which is no tap here")
     if SLIDING in (layers.get("layer_types") or []) and settings.get("sliding_window_non_causal"):
         layers["is_causal"] = False
     method = {"mask_token_id": settings["mask_token_id"], "target_layer_ids": [layer - 1 for layer in ids]}
     extra = {"sample_from_anchor": settings.get("sample_from_anchor", False)}
-    return layers | {"block_size": settings["block_size"], "dflash_config": method | extra}
+    shape = {"block_size": settings["block_size"], "draft_vocab_size": settings["draft_vocab_size"]}
+    return layers | shape | {"dflash_config": method | extra}
 
 
 def _torchspec(settings: Mapping[str, Any], _: int) -> dict[str, Any]:
@@ -156,13 +152,13 @@ def speculators_config(config: DrafterConfig, *, dtype: str, verifier: str, arch
             f"{SPECULATORS} format; export to {PUBLISHED}"
         )
     layers = config.to_json(dtype=dtype)
-    for name in ("architectures", "block_size", "dflash_config", "num_target_layers"):
-        del layers[name]
+    for name in ("architectures", "block_size", "dflash_config", "draft_vocab_size", "num_target_layers"):
+        layers.pop(name, None)
     return {
         "architectures": [ARCHITECTURES[0]],
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.target_layer_ids],
         "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "dtype": dtype,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": False,

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dflash.drafter.export import read_config, read_weights
 from dflash.drafter.model import Drafter
+from dflash.drafter.vocabulary import MAPS
 
 log = logging.getLogger(__name__)
 
@@ -22,11 +23,11 @@ def initialise(drafter: Drafter, source: str, *, verifier_layers: Mapping[str, T
     shape agree, and passes the last tap on through `fc`; what stays random is named in one line of the log. Anything
     else is the folder of a drafter of the same shape: raises ValueError naming every difference of configs and weights.
     """
-    own = drafter.state_dict()
+    own = drafter.weights()
     if source == "random":
         return sorted(own)
     if source != "verifier":
-        drafter.load_state_dict(_of_folder(Path(source).expanduser(), drafter))
+        drafter.load_state_dict(_of_folder(Path(source).expanduser(), drafter), strict=False)
         return []
     assert verifier_layers is not None, "whoever asks for the verifier's layers loads them"
     weights = {n: w for n, w in verifier_layers.items() if n in own and own[n].shape == w.shape}
@@ -45,13 +46,17 @@ def initialise(drafter: Drafter, source: str, *, verifier_layers: Mapping[str, T
 
 def _of_folder(folder: Path, drafter: Drafter) -> dict[str, Tensor]:
     problems = []
-    ours, theirs = asdict(drafter.config), asdict(read_config(folder))
+    found = read_config(folder)
+    ours, theirs = asdict(drafter.config), asdict(found)
     for name, value in ours.items():
-        # nothing is computed from the longest text of a verifier
-        if theirs[name] != value and name != "max_position_embeddings":
+        # nothing is computed from the longest text of a verifier, and any tokens can be drafted by the same weights
+        if theirs[name] != value and name not in ("max_position_embeddings", "draft_vocab_size"):
             problems.append(f"{name} is {theirs[name]}, here {value}")
+    weights: dict[str, Tensor] = {}
     try:
-        weights = read_weights(folder, drafter)
+        with torch.device("meta"):
+            shaped = Drafter(replace(drafter.config, draft_vocab_size=found.draft_vocab_size))
+        weights = read_weights(folder, shaped)
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -59,4 +64,4 @@ def _of_folder(folder: Path, drafter: Drafter) -> dict[str, Tensor]:
             f"training.initialisation: the drafter in {folder} is another one: {'; '.join(problems)}; "
             "set training to its values, or choose another start"
         )
-    return weights
+    return {name: weight for name, weight in weights.items() if name not in MAPS}

@@ -3,7 +3,8 @@
 Knows no batches and no schedule. Logits exist for a chunk of slots at a time, and everything that is asked of them is
 taken from them then: losses and their gradients, ranks, and the best log-probabilities.
 
-N live slots, C of them projected at once, A anchors, S predicted slots, H hidden, K candidates per slot, V vocabulary
+N live slots, C of them projected at once, A anchors, S predicted slots, H hidden, K candidates per slot,
+V draft vocabulary: all tokens, or those that the drafter can propose
 """
 
 from collections.abc import Mapping
@@ -26,6 +27,9 @@ given 32 times as much."""
 CACHED_LOGITS = 1 << 18
 """What a core's cache holds in float32: on a CPU, the passes over a chunk's logits are made a few slots at a time."""
 
+OUTSIDE = 1 << 40
+"""The rank of a label that the drafter cannot propose: beyond every tree and every recall."""
+
 EXACT_RANKS = 1 << 12
 """Ranks from here on are out of the reach of trees and recalls; labels that are new to a drafter are mostly there."""
 
@@ -36,6 +40,7 @@ LARGEST_EXPONENT = 600.0
 class SlotStatistics(NamedTuple):
     """Of each live slot; all float32 but the ranks. Only `loss_N` has a gradient.
 
+    A label that the drafter cannot propose has rank OUTSIDE, an infinite `nll_N`, and no loss, whatever the mixture.
     `nll_N` is the label's negative log-likelihood, `rank_N` its 0-based rank (equal logits: the lower id first), and
     `top_values_NK` are the best log-probabilities, descending; the label is among them where its rank is below K.
     """
@@ -64,6 +69,7 @@ def slot_statistics(
         lk  l*kl + (1 - l)*tv, l = exp(-LK_ETA * a), which is a constant to the gradient (hybrid of arXiv 2602.23881;
             a is the slot's own, so that the loss of a slot does not depend on its batch)
 
+    In a trimmed vocabulary p, too, is of its tokens alone, and sums up to 1 over these.
     `memory_bytes` bounds the logits in memory at once; 0: what suits the device.
     """
     on_cpu = hidden_NH.device.type == "cpu"
@@ -73,8 +79,10 @@ def slot_statistics(
         raise ValueError(f"loss {dict(loss)} compares distributions, without final states; set extraction.store_final")
     matrices = 2 if final_NH is None else 3  # logits, gradients, the verifier's
     num_bytes = matrices * ends.head_VH.element_size() + (0 if on_cpu else 2 * matrices * 4)  # and what is in float32
-    chunk = max(1, (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 5)) // (ends.vocab_size * num_bytes))
-    cached = torch.get_num_threads() * max(1, CACHED_LOGITS // ends.vocab_size)
+    chunk = max(
+        1, (memory_bytes or (MEMORY_BYTES if on_cpu else MEMORY_BYTES << 5)) // (ends.draft_vocab_size * num_bytes)
+    )
+    cached = torch.get_num_threads() * max(1, CACHED_LOGITS // ends.draft_vocab_size)
     # reductions are in float32, whatever the caller's arithmetic
     with torch.autocast(hidden_NH.device.type, enabled=False):
         return SlotStatistics(
@@ -115,6 +123,10 @@ class _SlotStatistics(torch.autograd.Function):
         tile: int,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         N = len(labels_N)
+        labels_N = ends.places(labels_N)
+        outside_N = None if ends.proposes_all else labels_N < 0
+        if outside_N is not None:
+            labels_N = labels_N.masked_fill(outside_N, 0)
         loss_N = hidden_NH.new_empty(N, dtype=torch.float32)
         nll_N = torch.empty_like(loss_N)
         rank_N = torch.empty_like(labels_N)
@@ -122,8 +134,8 @@ class _SlotStatistics(torch.autograd.Function):
         grad_NH = torch.empty_like(hidden_NH) if ctx.needs_input_grad[0] else None
         for start in range(0, N, chunk):
             part = slice(start, min(start + chunk, N))
-            logits_CV = ends.logits(hidden_NH[part])
-            final_CV = None if final_NH is None else ends.logits(final_NH[part])
+            logits_CV = ends.draft_logits(hidden_NH[part])
+            final_CV = None if final_NH is None else ends.draft_logits(final_NH[part])
             grad_CV = None if grad_NH is None else torch.empty_like(logits_CV)
             for first in range(start, part.stop, tile):
                 some = slice(first, min(first + tile, part.stop))
@@ -146,6 +158,12 @@ class _SlotStatistics(torch.autograd.Function):
                     grad_CV[inner] = q_CV.scatter_add_(-1, labels_N[some, None], ce_C1)
             if grad_NH is not None and grad_CV is not None:
                 grad_NH[part] = ends.gradient(grad_CV, logits_CV)
+        if outside_N is not None:
+            nll_N.masked_fill_(outside_N, torch.inf)
+            rank_N.masked_fill_(outside_N, OUTSIDE)
+            loss_N.masked_fill_(outside_N, 0)
+            if grad_NH is not None:
+                grad_NH.masked_fill_(outside_N[:, None], 0)
         ctx.save_for_backward(grad_NH)
         ctx.mark_non_differentiable(nll_N, rank_N, top_values_NK)
         return loss_N, nll_N, rank_N, top_values_NK
@@ -204,13 +222,14 @@ def slot_weights(
     kind: str, live_AS: Tensor, *, nll_AS: Tensor, rank_AS: Tensor, gamma: float, alpha: float, budget: int
 ) -> tuple[Tensor, Tensor]:
     """(weights_AS, normaliser_A): detached float32 weights, 0 at dead slots, and each block's share of the number that
-    the weighted sum is divided by. What dead slots hold does not matter: a block lives up to its first.
+    the weighted sum is divided by. What dead slots hold does not matter: a block lives up to its first. A live slot
+    whose label is OUTSIDE has no loss and counts in no divisor; the slots behind it have theirs.
 
     decay: exp(-(k-1)/gamma) for slot k = 1..S; uniform: 1; both are divided by the sum of the weights.
 
     dpace and tree: w_j = sum_{m>=j} prod_{i<=m} q~_i over the live slots m, q~ = (1-alpha) * q + alpha (D-PACE, arXiv
     2605.18810): what is gained by slot j is every longer prefix that it holds up. They are divided by the number of
-    live slots, as their own sum would cancel what they say: that blocks with good prospects count more.
+    slots with a loss, as their own sum would cancel what they say: that blocks with good prospects count more.
 
     dpace: q_i = exp(-nll_i), the probability that slot i is right. tree: that its label prefix is in a tree of `budget`
     if the prefix before it is, from the ranks r of the labels. Prefixes with ranks <= r in each slot, and their own
@@ -218,6 +237,7 @@ def slot_weights(
     prefix i is among them. This bound is softened to P_i = budget / (budget + D_i), 1/2 where the bound just fits, so
     that slots a little out of reach still count; q_i = P_i / P_{i-1} <= 1.
     """
+    trained_AS = live_AS & (rank_AS < OUTSIDE)
     if kind in ("dpace", "tree"):
         if kind == "dpace":
             q_AS = torch.exp(-nll_AS.detach())
@@ -227,8 +247,8 @@ def slot_weights(
             before_AS = torch.nn.functional.pad(nodes_AS[..., :-1], (1, 0), value=budget)
             q_AS = (before_AS / nodes_AS).float()
         reach_AS = ((1 - alpha) * q_AS + alpha).cumprod(-1) * live_AS
-        return reach_AS.flip(-1).cumsum(-1).flip(-1) * live_AS, live_AS.sum(-1)
-    weights_AS = live_AS.float()
+        return reach_AS.flip(-1).cumsum(-1).flip(-1) * trained_AS, trained_AS.sum(-1)
+    weights_AS = trained_AS.float()
     if kind == "decay":
         weights_AS = weights_AS * torch.exp(-torch.arange(live_AS.shape[-1], device=live_AS.device) / gamma)
     return weights_AS, weights_AS.sum(-1)

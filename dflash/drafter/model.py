@@ -3,13 +3,15 @@
 Knows tensors only: no tokenizer, no files, no loss. Weight names are those of the published drafters.
 
     context = drafter.context(features)                  keys and values of every layer, from the verifier's taps
-    hidden  = drafter.draft(ends, ids, anchors_A=…)      one hidden state per predicted slot; ends.logits(hidden)
+    hidden  = drafter.draft(ends, ids, anchors_A=…)      one hidden state per predicted slot; ends.draft_logits(hidden)
 
 P tokens of all documents, F features (taps * hidden), H hidden, A anchors of all documents, W block size,
-S = W-1 predicted slots, V vocabulary, Q query heads, K key/value heads, D head width
+S = W-1 predicted slots, V vocabulary, U draft vocabulary (V, or a part of it), Q query heads, K key/value heads,
+D head width
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from dflash.drafter.blocks import Documents
 from dflash.drafter.gated import gated_down
 from dflash.drafter.norms import rms_norm, rms_norm_rotated
 from dflash.drafter.rope import frequencies, rope_parameters
+from dflash.drafter.vocabulary import MAPS, kept_tokens, maps_of
 from dflash.logits import LogitRule
 
 INITIAL_STD = 0.02
@@ -54,6 +57,8 @@ class DrafterConfig:
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
+    draft_vocab_size: int = 0
+    """Tokens that can be drafted; 0: all."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no layer can be."""
@@ -70,6 +75,11 @@ class DrafterConfig:
         if SLIDING in self.layer_types and self.sliding_window < self.block_size:
             raise ValueError(
                 f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}; raise it"
+            )
+        if not 0 <= self.draft_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"a draft vocabulary of {self.draft_vocab_size} is no part of {self.vocab_size} tokens; choose fewer, "
+                "or 0 for all"
             )
 
     @property
@@ -92,6 +102,7 @@ class DrafterConfig:
         head_dim: int = 0,
         sliding_window: int = 0,
         sliding_layers: Sequence[int] = (),
+        draft_vocab_size: int = 0,
     ) -> "DrafterConfig":
         """From the verifier's config.json, RoPE included; 0 and empty mean what DrafterShapeConfig says.
 
@@ -130,12 +141,14 @@ class DrafterConfig:
             mask_token_id=mask_token_id,
             target_layer_ids=tuple(target_layer_ids),
             num_target_layers=text["num_hidden_layers"],
+            draft_vocab_size=draft_vocab_size,
         )
 
     def to_json(self, *, dtype: str) -> dict[str, Any]:
         """The published config.json; RoPE under the keys of Transformers 4 and of 5.
 
-        `target_hidden_size` is there only where it differs from `hidden_size`: other engines do not know it. An engine
+        `target_hidden_size` is there only where it differs from `hidden_size`: other engines do not know it; likewise
+        `draft_vocab_size`, where the draft vocabulary is trimmed. An engine
         that builds on Transformers' Qwen3, as the authors' package does, rotates whole heads and does not look at
         `partial_rotary_factor`.
         """
@@ -176,6 +189,8 @@ class DrafterConfig:
         }
         if self.verifier_hidden_size != self.hidden_size:
             settings["target_hidden_size"] = self.verifier_hidden_size
+        if self.draft_vocab_size:
+            settings["draft_vocab_size"] = self.draft_vocab_size
         return settings
 
     @classmethod
@@ -201,17 +216,28 @@ class DrafterConfig:
             )
             window = settings["sliding_window"] if SLIDING in types else 0
             verifier_hidden_size = settings.get("target_hidden_size", config.hidden_size)
+            draft_vocab_size = settings.get("draft_vocab_size") or 0
         except KeyError as error:
             raise ValueError(f"the drafter's config.json has no {error}; is it a DFlash drafter?") from None
         except TypeError as error:
             raise ValueError(
                 f"the drafter's config.json is not laid out as one ({error}); is it a DFlash drafter?"
             ) from None
-        return replace(config, layer_types=types, sliding_window=window or 0, verifier_hidden_size=verifier_hidden_size)
+        return replace(
+            config,
+            layer_types=types,
+            sliding_window=window or 0,
+            verifier_hidden_size=verifier_hidden_size,
+            draft_vocab_size=0 if draft_vocab_size == config.vocab_size else draft_vocab_size,
+        )
 
 
 class Ends:
-    """The verifier's frozen embedding and LM head, between which a drafter works."""
+    """The verifier's frozen embedding and LM head, between which a drafter works.
+
+    A drafter may propose a part of the tokens only (`for_drafter`). These have places of their own, 0..U-1, which are
+    what `draft_logits` are of; `ids` and `places` lead from one to the other.
+    """
 
     def __init__(
         self,
@@ -231,10 +257,50 @@ class Ends:
         self.head_VH = own.get("lm_head.weight", self.embedding_VH)
         self.bias_V = own.get("lm_head.bias")
         self.rule = LogitRule(scale, softcap)
+        self.kept_U: Tensor | None = None  # None: the first U ids
+        self.draft_head_UH, self.draft_bias_U = self.head_VH, self.bias_V
+
+    def for_drafter(self, drafter: "Drafter", *, num_tokens: int | None = None) -> "Ends":
+        """The same ends with the tokens that the drafter proposes: of a trimmed vocabulary, or the first `num_tokens`.
+
+        What a padded head has beyond the tokenizer's tokens is never proposed then; None: all rows are tokens.
+        """
+        ends = copy(self)
+        ends.kept_U = None if drafter.kept_U is None else drafter.kept_U.to(self.head_VH.device)
+        rows: Tensor | slice = slice(num_tokens) if ends.kept_U is None else ends.kept_U
+        ends.draft_head_UH = self.head_VH[rows]
+        ends.draft_bias_U = None if self.bias_V is None else self.bias_V[rows]
+        return ends
 
     @property
     def vocab_size(self) -> int:
         return self.head_VH.shape[0]
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.draft_head_UH.shape[0]
+
+    @property
+    def proposes_all(self) -> bool:
+        return self.draft_vocab_size == self.vocab_size
+
+    def ids(self, places: Tensor) -> Tensor:
+        """The verifier's ids of the tokens at these places."""
+        return places if self.kept_U is None else self.kept_U[places]
+
+    def places(self, ids: Tensor) -> Tensor:
+        """The places of these ids, -1 where the drafter cannot propose them."""
+        if self.kept_U is None:
+            return ids if self.proposes_all else ids.where(ids < self.draft_vocab_size, -1)
+        places = torch.searchsorted(self.kept_U, ids).clamp_(max=self.draft_vocab_size - 1)
+        return places.where(self.kept_U[places] == ids, -1)
+
+    def over_all(self, mass: Tensor) -> Tensor:
+        """(…, U) to (…, V): numbers of the tokens at the places as numbers of all ids, 0 for the others."""
+        if self.proposes_all:
+            return mass
+        kept_U = torch.arange(self.draft_vocab_size, device=mass.device) if self.kept_U is None else self.kept_U
+        return mass.new_zeros(*mass.shape[:-1], self.vocab_size).index_copy_(-1, kept_U, mass)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.embedding_VH)
@@ -243,13 +309,17 @@ class Ends:
         """(…, H) to (…, V), in the ends' dtype: the verifier's own where `hidden` is its final state."""
         return self.rule.apply(F.linear(hidden.to(self.head_VH.dtype), self.head_VH, self.bias_V))
 
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """(…, H) to (…, U): the same, of the tokens that the drafter can propose."""
+        return self.rule.apply(F.linear(hidden.to(self.head_VH.dtype), self.draft_head_UH, self.draft_bias_U))
+
     def gradient(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """d loss / d hidden, from d loss / d logits and these logits."""
+        """d loss / d hidden, from d loss / d draft logits and these logits."""
         if self.rule.softcap is not None:
             grad = grad * (1 - (logits / self.rule.softcap).square())
         if self.rule.scale != 1:
             grad = grad * self.rule.scale
-        return grad.to(self.head_VH.dtype) @ self.head_VH
+        return grad.to(self.head_VH.dtype) @ self.draft_head_UH
 
 
 @dataclass
@@ -368,11 +438,28 @@ class Drafter(nn.Module):
         self.layers = nn.ModuleList(Layer(config, kind=kind) for kind in config.layer_types)
         self.norm = RMSNorm(width, config.rms_norm_eps)
         self.head_proj = nn.Identity() if width == outside else Linear(width, outside)
+        if config.draft_vocab_size:
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         if not self.fc.weight.is_meta:
             generator = generator or torch.Generator().manual_seed(0)
             for parameter in self.parameters():
                 if parameter.ndim == 2:
                     nn.init.normal_(parameter, std=INITIAL_STD, generator=generator)
+
+    @property
+    def kept_U(self) -> Tensor | None:  # noqa: N802
+        """The ids of the tokens that it can propose, ascending; None: all."""
+        return kept_tokens(self.get_buffer("d2t")) if self.config.draft_vocab_size else None
+
+    def keep(self, kept_U: Tensor) -> None:
+        """Set the draft vocabulary: ascending ids, as many as the config says."""
+        for name, values in maps_of(kept_U, vocab_size=self.config.vocab_size).items():
+            self.get_buffer(name).copy_(values)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is trained: the state but for what describes the draft vocabulary."""
+        return {name: weight for name, weight in self.state_dict().items() if name not in MAPS}
 
     def _layers(self) -> list[Layer]:
         return cast(list[Layer], list(self.layers))
@@ -420,6 +507,7 @@ class Drafter(nn.Module):
 
     def draft(self, ends: Ends, anchor_ids_A: Tensor, *, anchors_A: Tensor, context: Context) -> Tensor:
         """Hidden states (A, S, H) of the slots after each anchor: the blocks are [anchor id, mask, mask, …]."""
+        assert (ends.kept_U is None) == (not self.config.draft_vocab_size), "ends that are not for this drafter"
         ids_AW = anchor_ids_A.new_full((len(anchor_ids_A), self.config.block_size), self.config.mask_token_id)
         ids_AW[:, 0] = anchor_ids_A
         return self.forward(ends.embed(ids_AW), anchors_A=anchors_A, context=context)[:, 1:]

@@ -81,7 +81,7 @@ def export_drafter(
         if dtype == stored:
             shutil.copyfile(drafter.path / WEIGHTS, aside / WEIGHTS)
         else:
-            cast = {name: weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+            cast = {n: w.to(getattr(torch, dtype)) if w.is_floating_point() else w for n, w in weights.items()}
             save_file(cast, aside / WEIGHTS, metadata={"format": "pt"})
         with torch.device("meta"):
             read_weights(aside, Drafter(config))

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash.config import VerifierConfig
-from dflash.drafter.export import check_weights, read_tensors, save_drafter
+from dflash.drafter.export import HEAD, check_weights, read_tensors, save_drafter
 from dflash.drafter.formats import SPECULATORS, as_published, format_of, own_weights
 from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.vocabulary import MAPS
 from dflash.export.exporting import CHECKSUMS, PROVENANCE
 from dflash.keys import imported_key
 from dflash.manifests import Artifact, Damaged, file_sha256, find, publish
@@ -65,10 +66,13 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
     weights, borrowed = own_weights(read_tensors(folder))
     with torch.device("meta"):
         drafter = Drafter(config)
+    if config.draft_vocab_size:
+        weights |= {name: borrowed.pop(name) for name in MAPS if name in borrowed}
     _check_taps(folder, weights, config)
     check_weights(folder, weights, drafter)
-    _check_borrowed(folder, borrowed, verifier)
-    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in weights.values()})
+    drafter.load_state_dict(weights, assign=True)
+    head_UH = _check_borrowed(folder, borrowed, verifier, kept_U=drafter.kept_U)
+    dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in drafter.weights().values()})
     if len(dtypes) > 1:
         raise ValueError(f"{folder}: weights of several dtypes, {', '.join(dtypes)}; save them as one")
 
@@ -80,10 +84,9 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
             return found
     except Damaged as damage:
         log.warning("%s", damage)
-    drafter.load_state_dict(weights, assign=True)
     trained_in = recorded.get("verifier", {}).get("dtype")
     summary = {
-        "parameters": sum(weight.numel() for weight in weights.values()),
+        "parameters": sum(weight.numel() for weight in drafter.weights().values()),
         "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": trained_in},
         "imported": {"folder": folder.name, "format": kind},
         "provenance": recorded or None,
@@ -91,7 +94,7 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
     if recorded.get("chat"):
         summary["chat"] = recorded["chat"]
     with publish(key, summary=summary) as (scratch, artifact):
-        save_drafter(scratch, drafter)
+        save_drafter(scratch, drafter, head_UH=head_UH)
     log.info("%s: a drafter of format %s for %s", artifact().key, kind, verifier)
     return artifact()
 
@@ -155,15 +158,26 @@ def _check_taps(folder: Path, weights: Mapping[str, Tensor], config: DrafterConf
         )
 
 
-def _check_borrowed(folder: Path, borrowed: Mapping[str, Tensor], pinned: PinnedVerifier) -> None:
-    """Drafters here work between their verifier's embedding and head: one with others would draft otherwise."""
-    embedding, head = "embed_tokens.weight", "lm_head.weight"
-    for name, names in {embedding: [embedding], head: [head, embedding]}.items():
-        if name not in borrowed:
+def _check_borrowed(
+    folder: Path, borrowed: Mapping[str, Tensor], pinned: PinnedVerifier, *, kept_U: Tensor | None
+) -> Tensor | None:
+    """Drafters here work between their verifier's embedding and head: one with others would draft otherwise.
+
+    Returns the head's rows of a trimmed vocabulary, `kept_U`, where there is one.
+    """
+    embedding = "embed_tokens.weight"
+    head_UH = None
+    for name, names in {embedding: [embedding], HEAD: [HEAD, embedding]}.items():
+        trimmed = kept_U is not None and name == HEAD
+        if name not in borrowed and not trimmed:
             continue
         own = _verifier_tensor(Path(pinned.path), names)
-        if own is not None and not torch.equal(own.to(borrowed[name].dtype), borrowed[name]):
+        if own is not None and trimmed:
+            own = head_UH = own[kept_U]
+        theirs = borrowed.get(name)
+        if own is not None and theirs is not None and not torch.equal(own.to(theirs.dtype), theirs):
             raise ValueError(f"{folder}: {name} is not that of its verifier {pinned.name}, and drafters here use that")
+    return head_UH
 
 
 def _verifier_tensor(folder: Path, names: list[str]) -> Tensor | None:

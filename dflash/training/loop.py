@@ -3,7 +3,7 @@
 Weights and moments are float32; arithmetic is in the configured dtype. All random numbers are functions of (seed, step,
 row) and of (seed, epoch), so that a checkpoint is weights, moments and counts, and a resumed run ends bit-identical.
 
-P tokens of all documents, F features, A anchors
+P tokens of all documents, F features, A anchors, V vocabulary, U draft vocabulary
 """
 
 import json
@@ -29,10 +29,11 @@ from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
 from dflash.drafter.initialisation import initialise
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.vocabulary import choose_tokens
 from dflash.hidden.store import HiddenStates, Row
 from dflash.keys import RECIPES, training_key
 from dflash.manifests import Artifact, Damaged, Key, Progress, find, home, in_progress, load_manifest, publish, silent
-from dflash.pinning import PinnedVerifier
+from dflash.pinning import PinnedVerifier, as_ids, num_tokens
 from dflash.training.batches import Batch, Pass, add_noise, plan_steps, row_generators
 from dflash.training.checkpoints import read_checkpoint, refuse_changes
 from dflash.training.curves import draw_curves
@@ -76,9 +77,10 @@ def train(
     """Train a drafter on extracted hidden states; continues from its last checkpoint if it was interrupted.
 
     Under torchrun every rank calls this with the same arguments, and all get the artifact. `verifier` is needed only
-    where the drafter starts from its layers; `group` is that of the W&B run. `should_stop` is asked after every step:
-    where true at any rank, a checkpoint is saved and Stopped is raised at all. Raises ValueError for data or settings
-    that cannot be trained with, FloatingPointError after too many steps whose loss or gradient was of no use.
+    where the drafter starts from its layers, and says which rows of a padded head are tokens; `group` is that of the
+    W&B run. `should_stop` is asked after every step: where true at any rank, a checkpoint is saved and Stopped is
+    raised at all. Raises ValueError for data or settings that cannot be trained with, FloatingPointError after too many
+    steps whose loss or gradient was of no use.
     """
     key = training_key(config, hidden_states)
     with joined(config.device) as ranks, _alone(key, ranks, should_stop) as waited:
@@ -117,7 +119,6 @@ def _train(
         num_ranks=ranks.world,
     )
     total = len(plan)
-    ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
     checkpoint = newest(folder, ranks)
     state = new_state(config, store, ranks, verifier=verifier, continued=checkpoint is not None)
     parameters = list(state.drafter.parameters())
@@ -129,6 +130,9 @@ def _train(
         state.restore(checkpoint, ranks, same_optimizer=checkpoint.settings["config"]["optimizer"] == config.optimizer)
     else:
         refuse_mask_token(store, train_rows[ranks.rank :: ranks.world], mask_token_id=config.mask_token_id)
+    # the loss is of all rows of a padded head, so that rows without a token become improbable; none of them is proposed
+    ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"]).for_drafter(state.drafter)
+    proposing = ends.for_drafter(state.drafter, num_tokens=num_tokens(verifier) if verifier else None)
     history = ranks.share(resume_rows(folder / "metrics.jsonl", step=state.step) if ranks.first else [])
     metric = deployment_metric(config.tree_budget)
     scores = scores_of(history, metric)
@@ -139,6 +143,10 @@ def _train(
         "chat": store.info["chat"],
         "on_policy_share": store.info["on_policy_share"],
     }
+    if config.draft_vocab_size and ranks.first:
+        shares = coverage(state.drafter, store, labels=config.labels, train=train_rows, validation=validation_rows)
+        summary["draft_vocabulary"] = {"size": config.draft_vocab_size, "coverage": shares}
+        log.info("%d tokens can be drafted; their share of the labels: %s", config.draft_vocab_size, shares)
     log.info(
         "%s: %d rows, %d steps from step %d, %s parameters, %s on %s, processes: %d",
         *(key, len(train_rows), total, state.step, f"{summary['parameters']:,}", config.dtype, device, ranks.world),
@@ -170,7 +178,7 @@ def _train(
         own_rows = validation_rows[ranks.rank :: ranks.world]
         rows = ((store.rows[row], store.read(row)) for row in own_rows if not should_stop())
         with autocast:
-            groups = replay_groups(published, ends, rows, tree_budget=config.tree_budget)
+            groups = replay_groups(published, proposing, rows, tree_budget=config.tree_budget)
         if ranks.any(should_stop()):
             raise Stopped("stopped while validating; run again to continue")
         row = validation_row(ranks.gather(groups), step=state.step)
@@ -312,8 +320,8 @@ def _train(
         summary |= {name: of_all_rows(last_row(history, name)) for name in ("train", "validation")}
         with publish(key, summary=summary) as (scratch, result):
             drafter = plain_copy(state.drafter, weights).to(dtype)
-            save_drafter(scratch, drafter)
-            _remember_drafts(scratch / REFERENCE, drafter, store, [*validation_rows, *train_rows])
+            save_drafter(scratch, drafter, head_UH=ends.draft_head_UH if config.draft_vocab_size else None)
+            _remember_drafts(scratch / REFERENCE, drafter, proposing, store, [*validation_rows, *train_rows])
             (scratch / "best.json").write_text(json.dumps(chosen, indent=1) + "\n")
             shutil.copyfile(folder / "metrics.jsonl", scratch / "metrics.jsonl")
             (scratch / "plots").mkdir()
@@ -325,13 +333,14 @@ def _train(
     return artifact
 
 
-def _remember_drafts(path: Path, drafter: Drafter, store: HiddenStates, rows: Sequence[int]) -> None:
+def _remember_drafts(path: Path, drafter: Drafter, ends: Ends, store: HiddenStates, rows: Sequence[int]) -> None:
     """For the parity gate: what the drafter drafts for some rows in the verifier's precision, in which it is served."""
     dtype, device = getattr(torch, store.info["verifier"]["dtype"]), drafter.fc.weight.device
+    served = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
     remember(
         path,
         drafter=drafter.to(dtype).eval(),
-        ends=Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"]),
+        ends=served.for_drafter(drafter, num_tokens=ends.draft_vocab_size),
         rows=[store.read(row) for row in rows[:REMEMBERED_ROWS]],
         storage_dtype=store.info["storage_dtype"],
     )
@@ -347,12 +356,15 @@ def new_state(
         num_layers=config.num_layers,
         mask_token_id=config.mask_token_id,
         target_layer_ids=store.info["target_layer_ids"],
+        draft_vocab_size=config.draft_vocab_size,
         **config.shape.model_dump(),
     )
     drafter = Drafter(shape, generator=torch.Generator().manual_seed(derived_seed(config.seed)))
     if ranks.first and not continued:
         layers = layers_of(verifier, config.num_layers) if config.initialisation == "verifier" else None
         initialise(drafter, config.initialisation, verifier_layers=layers)
+        if config.draft_vocab_size:
+            drafter.keep(draft_vocabulary(config, store, verifier))
     drafter = drafter.to(ranks.device)
     ranks.spread(drafter.state_dict().values())
     if config.parallel == "fsdp" and ranks.world > 1:
@@ -385,6 +397,50 @@ def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:
             "generate longer responses or raise tokenization.max_length"
         )
     return usable, validation_rows
+
+
+def draft_vocabulary(config: TrainingConfig, store: HiddenStates, verifier: PinnedVerifier | None) -> Tensor:
+    """(U,) the ids that can be drafted: of the most frequent labels of the training rows, and mask and end tokens."""
+    text = store.verifier_config.get("text_config", store.verifier_config)
+    end_ids = verifier.special_ids["eos"] if verifier else as_ids(text.get("eos_token_id"))
+    train_rows = [number for number, row in enumerate(store.rows) if row.split == "train"]
+    return choose_tokens(
+        label_counts(store, train_rows, labels=config.labels, vocab_size=text["vocab_size"]),
+        size=config.draft_vocab_size,
+        always={config.mask_token_id, *end_ids},
+        num_tokens=num_tokens(verifier) if verifier else text["vocab_size"],
+    )
+
+
+def label_counts(store: HiddenStates, rows: Iterable[int], *, labels: str, vocab_size: int) -> Tensor:
+    """(V,) how often each token is the label of a supervised one. Reads ids and masks of whole shards."""
+    counts_V = np.zeros(vocab_size, np.int64)
+    for number, members in rows_by_shard(store, rows).items():
+        ids_P, mask_P, greedy_P = store.whole(number, "input_ids", "loss_mask", "greedy_ids")
+        counted_P = np.zeros(len(ids_P), bool)
+        for row in members:
+            counted_P[row.start + 1 : row.start + row.length] = True
+        counted = np.flatnonzero(counted_P & mask_P.astype(bool))
+        said = greedy_P[counted - 1] if labels == "greedy" else ids_P[counted]
+        counts_V += np.bincount(said, minlength=vocab_size)
+    return torch.from_numpy(counts_V)
+
+
+def coverage(drafter: Drafter, store: HiddenStates, *, labels: str, **rows: Iterable[int]) -> dict[str, float]:
+    """The share of the labels of some rows that can be drafted, by the rows' name; not of rows without labels."""
+    shares = {}
+    for name, some in rows.items():
+        counts_V = label_counts(store, some, labels=labels, vocab_size=drafter.config.vocab_size)
+        if total := int(counts_V.sum()):
+            shares[name] = int(counts_V[drafter.get_buffer("t2d").cpu()].sum()) / total
+    return shares
+
+
+def rows_by_shard(store: HiddenStates, rows: Iterable[int]) -> dict[int, list[Row]]:
+    found: dict[int, list[Row]] = defaultdict(list)
+    for number in rows:
+        found[store.rows[number].shard].append(store.rows[number])
+    return found
 
 
 def layers_of(verifier: PinnedVerifier | None, count: int) -> dict[str, Tensor]:
@@ -438,10 +494,7 @@ def refuse_mask_token(store: HiddenStates, rows: Iterable[int], *, mask_token_id
 
     Reads ids and masks of whole shards, once, before the first step: a thousandth of what the states take.
     """
-    by_shard: dict[int, list[Row]] = defaultdict(list)
-    for number in rows:
-        by_shard[store.rows[number].shard].append(store.rows[number])
-    for shard_number, members in by_shard.items():
+    for shard_number, members in rows_by_shard(store, rows).items():
         ids_P, mask_P, greedy_P = store.whole(shard_number, "input_ids", "loss_mask", "greedy_ids")
         said_P = (ids_P[1:] == mask_token_id) | (greedy_P[:-1] == mask_token_id)
         found = np.flatnonzero(mask_P[1:].astype(bool) & said_P) + 1

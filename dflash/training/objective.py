@@ -57,7 +57,7 @@ def block_loss(
         before_AS = anchors_A[:, None] + torch.arange(live_AS.shape[1], device=anchors_A.device)
         final_NH = batch.final_PH[before_AS[live_AS]]
     budgets = tuple(sorted({*TREE_BUDGETS, tree_budget} - {0}))
-    top_k = min(max(budgets), ends.vocab_size) if tree_metrics else 0
+    top_k = min(max(budgets), ends.draft_vocab_size) if tree_metrics else 0
     slots = slot_statistics(
         hidden_ASH[live_AS],
         labels_AS[live_AS],

@@ -58,6 +58,10 @@ class Made:
         drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(dtype)
         for parameter in drafter.parameters():  # norms too, so that each path shows
             parameter.data += torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.2
+        head_UH = None
+        if config.draft_vocab_size:
+            drafter.keep(3 * torch.arange(config.draft_vocab_size))
+            head_UH = self.store.frozen()["embed_tokens.weight"][drafter.kept_U]
         key = training_key(TrainingConfig(mask_token_id=3, block_size=5, seed=seed), self.hidden_states)
         summary = {
             "parameters": sum(parameter.numel() for parameter in drafter.parameters()),
@@ -67,7 +71,7 @@ class Made:
             "on_policy_share": 1.0,
         }
         with publish(key, summary=summary) as (folder, artifact):
-            save_drafter(folder, drafter)
+            save_drafter(folder, drafter, head_UH=head_UH)
         return artifact()
 
     def report(self, drafter: Artifact, *, parity: str = "on") -> Artifact:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from dflash.config import TrainingConfig, VerifierConfig
 from dflash.drafter.export import load_drafter, save_drafter
+from dflash.drafter.formats import FORMATS
 from dflash.drafter.initialisation import initialise
 from dflash.drafter.model import Drafter
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, export_drafter
@@ -246,7 +247,7 @@ def test_what_is_wrong_with_a_folder_is_named(drafter: Artifact, tmp_path: Path,
 def test_a_speculator_of_another_kind_is_named(drafter: Artifact, tmp_path: Path) -> None:
     for number, (changes, expected) in enumerate(
         (
-            ({"draft_vocab_size": 1000}, "draft_vocab_size 1000 of 2048"),
+            ({"draft_vocab_size": 1000}, "lacks d2t, t2d"),
             ({"aux_hidden_state_layer_ids": [0, 2]}, "hold the embedding"),
             ({"sample_from_anchor": True}, "sample_from_anchor True"),
             ({"block_size": None}, "has no 'block_size'"),
@@ -270,3 +271,30 @@ def test_the_dtype_of_the_weights_is_kept_and_the_verifier_must_be_known(drafter
     assert "give --verifier" in error(drafter.path, verifier="")
     save_drafter(tmp_path, load_drafter(drafter.path, dtype=torch.bfloat16))
     assert json.loads((read(tmp_path).path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_drafter_of_a_part_of_the_vocabulary_goes_out_with_its_maps_and_head_and_comes_back(
+    made: Made, tmp_path: Path, kind: str
+) -> None:
+    trimmed = made.drafter(seed=8, draft_vocab_size=100)
+    folder = export_drafter(
+        trimmed.key, tmp_path / "out", kind=kind, dtype="bfloat16", verifier="", revision="main", ungated=True
+    )
+    settings, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    layers = settings.get("transformer_layer_config", settings)
+    assert (settings["draft_vocab_size"], layers["vocab_size"]) == (100, 2048)
+    assert (layers is settings) or "draft_vocab_size" not in layers
+    assert weights["d2t"].tolist() == [2 * place for place in range(100)]
+    assert weights["t2d"].nonzero()[:, 0].tolist() == [3 * place for place in range(100)]
+    head_VH = made.store.frozen()["embed_tokens.weight"]
+    assert torch.equal(weights["lm_head.weight"], head_VH[::3][:100].bfloat16())
+
+    back = load_file(read(folder).path / "model.safetensors")
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    (folder / CHECKSUMS).unlink()
+    save_file(
+        {name: weight + (name == "lm_head.weight") for name, weight in weights.items()}, folder / "model.safetensors"
+    )
+    assert "lm_head.weight is not that of its verifier" in error(folder)
