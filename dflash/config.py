@@ -23,6 +23,15 @@ Step = Literal[
 """The steps of the pipeline. The evaluation set passes through the first three stages too, as artifacts of its own."""
 
 
+def bucket_url(url: str) -> str:
+    """The URL of an object store without a slash at its end. Raises ValueError for another, or with secrets in it."""
+    if re.search(r"://[^/]*@|[?#]", url):  # not repeated here: the message may go into a log
+        raise ValueError("a URL with credentials or options; leave them out, they come from the environment")
+    if not re.match(r"(s3|gs)://[^/]+|memory://", url):
+        raise ValueError(f"storage {url!r} is unknown; expected s3://bucket/path, gs://bucket/path or memory://")
+    return url.rstrip("/") if not url.endswith("://") else url
+
+
 class Config(BaseModel):
     """Frozen, and strict about unknown keys: a misspelt knob must never be silently ignored."""
 
@@ -376,11 +385,7 @@ class ExtractionConfig(Config):
     @field_validator("storage")
     @classmethod
     def _known_and_without_secrets(cls, url: str) -> str:
-        if re.search(r"://[^/]*@|[?#]", url):  # not repeated here: the message may go into a log
-            raise ValueError("a URL with credentials or options; leave them out, they come from the environment")
-        if url and not re.match(r"(s3|gs)://[^/]+|memory://", url):
-            raise ValueError(f"storage {url!r} is unknown; expected s3://bucket/path, gs://bucket/path or memory://")
-        return url.rstrip("/") if not url.endswith("://") else url
+        return bucket_url(url) if url else url
 
 
 class LossConfig(Config):

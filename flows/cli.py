@@ -338,6 +338,43 @@ def export_folder(
         print(json.dumps({"folder": str(made.absolute()), "format": kind}), flush=True)
 
 
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Of a drafter, as dflash export makes it.")],
+    target: Annotated[str, typer.Argument(help="A folder, s3://bucket/path, gs://bucket/path or hub:OWNER/NAME.")],
+    champion: Annotated[bool, typer.Option("--champion", help="Make it the champion there, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Bring a drafter into a registry, where it is the latest from then on. Nothing else ever uploads one.
+
+    Credentials come from the environment: AWS_..., GOOGLE_..., HF_TOKEN. An interrupted push continues when run again.
+    """
+    from dflash import registry
+
+    with usage_errors():
+        made = registry.push(folder, target, champion=champion)
+    print(f"pushed {made.drafter} to {target}: {' and '.join(made.aliases)}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"drafter": made.drafter, "aliases": made.aliases, "sent": made.sent}), flush=True)
+
+
+@app.command()
+def pull(
+    source: Annotated[str, typer.Argument(help="A folder, s3://bucket/path, gs://bucket/path or hub:OWNER/NAME.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+    name: Annotated[str, typer.Option(help="latest, champion, or the name of a drafter in the registry.")] = "latest",
+    as_json: Json = False,
+) -> None:
+    """Bring a drafter out of a registry, every file compared with its checksum. Continues when run again."""
+    from dflash import registry
+
+    with usage_errors():
+        found = registry.pull(source, folder, name=name)
+    print(f"pulled {found} into {folder}", file=sys.stderr)
+    if as_json:
+        print(json.dumps({"drafter": found, "folder": str(folder.absolute())}), flush=True)
+
+
 @app.command("import")
 def import_folder(
     folder: Annotated[Path, typer.Argument(help="Of a drafter: DFlash, SpecForge, speculators or TorchSpec.")],

@@ -1,5 +1,7 @@
 """Shards whose bulk lies in an object store: putting it there, checking it, reading it. The home of zarr and obstore.
 
+`Objects` is for other files there.
+
 Under a URL lies a shard's whole Zarr group, and as manifest.json, put last, its record: sizes and checksums. Without
 that nothing there counts. The same record stays here, with the URL, as a small file. The URL ends in a hash of the
 content, so that it is safe to upload twice, and twice at once: one name never has two contents. Credentials come from
@@ -26,10 +28,10 @@ from dflash.manifests import MANIFEST, Damaged, file_sha256, text_sha256
 try:
     import obstore
 except ImportError:
-    raise ValueError("extraction.storage: object stores need a package: pip install 'dflash[cloud]'") from None
+    raise ValueError("object stores need a package: pip install 'dflash[cloud]'") from None
 
 import zarr
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import MemoryStore, from_url
 from zarr.abc.store import ByteRequest, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
@@ -162,6 +164,51 @@ def check(record: Path, *, deep: bool = False) -> None:
                 raise Damaged(f"{shard.url}/{name}: {size} bytes, expected {wanted.size}")
             if deep and _sha256(bucket, f"{prefix}/{name}") != wanted.sha256:
                 raise Damaged(f"{shard.url}/{name}: content differs from its checksum")
+
+
+class Objects:
+    """The objects under a URL, by what follows it. Raises OSError where the store does not answer or refuses."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        with _short_errors(url):
+            self._bucket, self._prefix = _place(url)
+
+    def _path(self, name: str) -> str:
+        return f"{self._prefix}/{name}".strip("/")
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """Of all objects under a prefix, by their names."""
+        with _short_errors(self._url):
+            pages = list(obstore.list(self._bucket, self._path(prefix) or None))
+        start = len(self._prefix) + 1 if self._prefix else 0
+        return {found["path"][start:]: found["size"] for page in pages for found in page}
+
+    def read(self, name: str) -> bytes | None:
+        """A small object; None where there is none."""
+        with _short_errors(self._url):
+            try:
+                return bytes(obstore.get(self._bucket, self._path(name)).bytes())
+            except (NotFoundError, FileNotFoundError):
+                return None
+
+    def stream(self, name: str, offset: int) -> Iterator[bytes]:
+        """A large one from a byte on, in parts. Raises FileNotFoundError where there is none."""
+        with _short_errors(self._url):
+            try:
+                found = obstore.get(self._bucket, self._path(name), options={"range": {"offset": offset}})
+            except (NotFoundError, FileNotFoundError):
+                missing = True
+            else:
+                missing = False
+                yield from (bytes(part) for part in found.stream(min_chunk_size=PART_BYTES))
+        if missing:
+            raise FileNotFoundError(f"{self._url}/{name}")
+
+    def put(self, name: str, content: Path | bytes) -> None:
+        """All of it or nothing."""
+        with _short_errors(self._url):
+            obstore.put(self._bucket, self._path(name), content, chunk_size=PART_BYTES, max_concurrency=4)
 
 
 def _sha256(bucket: "Bucket", path: str) -> str:

@@ -425,6 +425,4 @@ def test_a_store_that_does_not_answer_is_no_damage(
 def test_without_the_package_one_line_says_how_to_get_it() -> None:
     script = "import sys; sys.modules['obstore'] = None; import dflash.hidden.remote"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert process.stderr.splitlines()[-1] == (
-        "ValueError: extraction.storage: object stores need a package: pip install 'dflash[cloud]'"
-    )
+    assert process.stderr.splitlines()[-1] == ("ValueError: object stores need a package: pip install 'dflash[cloud]'")

@@ -1,0 +1,312 @@
+"""The registry: what is pulled is what was pushed, to a folder, an object store in memory and a real S3 server."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dflash.drafter.export import load_drafter, save_drafter
+from dflash.registry import FILES, FolderStore, pull, push, store_of
+from tests.conftest import free_port
+from tests.drafter.small import make_drafter
+
+SECRET = "not-to-be-seen-anywhere"
+
+
+@pytest.fixture(autouse=True)
+def _own_root(home: Path) -> None:
+    pass
+
+
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    return made(tmp_path / "drafter")
+
+
+def made(folder: Path, *, seed: int = 0) -> Path:
+    folder.mkdir()
+    save_drafter(folder, make_drafter(seed=seed))
+    (folder / "README.md").write_text(f"A drafter of seed {seed}.\n")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "loss.svg").write_text("<svg/>")
+    (folder / ".hidden").write_text("not sent")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that speaks S3; this process's environment leads there, until the module ends."""
+    pytest.importorskip("obstore", reason="object stores need the extra cloud")
+    from dflash.hidden import remote
+
+    address = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", address.rpartition(":")[2]]
+    log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
+    with pytest.MonkeyPatch.context() as patch, log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        patch.setenv("AWS_ENDPOINT_URL", address)
+        patch.setenv("AWS_ALLOW_HTTP", "true")
+        patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("AWS_ACCESS_KEY_ID", "reader")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        remote._bucket.cache_clear()
+        deadline = time.monotonic() + 60
+        while not answers(address):
+            assert time.monotonic() < deadline, Path(log.name).read_text()
+            time.sleep(0.05)
+        yield address
+        server.kill()
+    remote._bucket.cache_clear()
+
+
+def answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/moto-api/", timeout=5):
+            return True
+    except urllib.error.URLError:
+        return False
+
+
+def ask(address: str, path: str, *, method: str, data: bytes | None = None) -> None:
+    headers = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(f"{address}/{path}", method=method, data=data, headers=headers)
+    with urllib.request.urlopen(request, timeout=10):
+        pass
+
+
+def new_bucket(address: str) -> str:
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    ask(address, name, method="PUT")
+    return f"s3://{name}/drafters/of/ours"
+
+
+@pytest.fixture(params=["folder", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "folder":
+        return str(tmp_path / "registry")
+    if request.param == "memory":
+        pytest.importorskip("obstore", reason="object stores need the extra cloud")
+        return f"memory://{uuid.uuid4().hex}/some/where"
+    return new_bucket(request.getfixturevalue("s3"))
+
+
+def error(*words: str) -> str:
+    """Of `dflash` with these words, in a process of its own; nothing of it is secret."""
+    done = subprocess.run([sys.executable, "-m", "flows.cli", *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert SECRET not in done.stdout + done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    return line
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_pulled_is_what_was_pushed_and_aliases_lead_to_it(place: str, drafter: Path, tmp_path: Path) -> None:
+    first = push(drafter, place, champion=True)
+    assert first.aliases == ("latest", "champion")
+    second = push(made(tmp_path / "newer", seed=1), place, champion=False)
+    assert second.aliases == ("latest",)
+    assert pull(place, tmp_path / "a", name="champion") == first.drafter
+    assert pull(place, tmp_path / "b", name="latest") == second.drafter != first.drafter
+    assert pull(place, tmp_path / "c", name=first.drafter) == first.drafter
+    sent = {name: data for name, data in content(drafter).items() if name != ".hidden"}
+    assert content(tmp_path / "a") == content(tmp_path / "c") == sent
+    weights = load_drafter(tmp_path / "b", dtype=torch.float32).fc.weight
+    assert torch.equal(weights, make_drafter(seed=1).fc.weight)
+
+    again = push(drafter, place, champion=True)
+    assert (again.drafter, again.sent) == (first.drafter, 0), "what is there is not sent again"
+    assert pull(place, tmp_path / "a", name="latest") == first.drafter, "and what was pulled is not pulled again"
+    assert not list(tmp_path.glob(".*.pull"))
+
+
+def test_a_name_that_is_not_there_is_said_with_those_that_are(place: str, drafter: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no latest; it has no drafter yet: dflash push"):
+        pull(place, tmp_path / "out", name="latest")
+    push(drafter, place, champion=False)
+    with pytest.raises(ValueError, match="has no champion; it has latest"):
+        pull(place, tmp_path / "out", name="champion")
+    with pytest.raises(ValueError, match=r"'best' is unknown; give latest, champion or a drafter's own"):
+        pull(place, tmp_path / "out", name="best")
+    with pytest.raises(ValueError, match="drafter-000000000000 was never pushed whole"):
+        pull(place, tmp_path / "out", name="drafter-000000000000")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_content_than_was_pushed_is_never_published(place: str, drafter: Path, tmp_path: Path) -> None:
+    name = push(drafter, place, champion=False).drafter
+    store, path = store_of(place), f"drafters/{name}/model.safetensors"
+    weights = (drafter / "model.safetensors").read_bytes()
+    store.put(path, weights[:-1] + b"\0")
+    with pytest.raises(ValueError, match=rf"{path} differs from its checksum \({len(weights)} of {len(weights)} bytes"):
+        pull(place, tmp_path / "out", name="latest")
+    store.put(path, weights[:-7])
+    with pytest.raises(ValueError, match=rf"{path} differs from its checksum \({len(weights) - 7} of"):
+        pull(place, tmp_path / "out", name="latest")
+    assert not (tmp_path / "out").exists()
+    assert push(drafter, place, champion=False).sent == len(weights), "a push mends it"
+    assert pull(place, tmp_path / "out", name="latest") == name
+
+    listing = json.loads(store.read(f"drafters/{name}/{FILES}") or b"")
+    listing["files"]["../outside"] = listing["files"]["README.md"]
+    store.put(f"drafters/{name}/{FILES}", json.dumps(listing).encode())
+    with pytest.raises(ValueError, match=r"names '../outside', which is no file of a drafter"):
+        pull(place, tmp_path / "other", name="latest")
+    del listing["files"]["../outside"], listing["files"]["README.md"]
+    store.put(f"drafters/{name}/{FILES}", json.dumps(listing).encode())
+    with pytest.raises(ValueError, match=f"is of drafter-.*, not of {name}"):
+        pull(place, tmp_path / "other", name="latest")
+    store.put("latest.json", b"{}")
+    with pytest.raises(ValueError, match=r"latest.json is damaged"):
+        pull(place, tmp_path / "other", name="latest")
+
+
+def test_an_interrupted_pull_goes_on_where_it_was(place: str, drafter: Path, tmp_path: Path) -> None:
+    name = push(drafter, place, champion=False).drafter
+    weights = (drafter / "model.safetensors").read_bytes()
+    aside = tmp_path / ".out.pull"
+    aside.mkdir()
+    (aside / "model.safetensors.part").write_bytes(weights[:1000])
+    (aside / "config.json").write_bytes((drafter / "config.json").read_bytes())
+    (aside / "of-another-one.txt").write_text("left")
+    assert not (tmp_path / "out").exists()
+    assert pull(place, tmp_path / "out", name=name) == name
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+    assert not (tmp_path / "out" / "of-another-one.txt").exists()
+
+    (aside / "plots").mkdir(parents=True)
+    (aside / "model.safetensors.part").write_bytes(b"\1" * 1000)  # as after damage: begun anew
+    shutil.rmtree(tmp_path / "out")
+    assert pull(place, tmp_path / "out", name=name) == name
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights
+
+
+def test_only_the_missing_bytes_are_asked_for(drafter: Path, tmp_path: Path) -> None:
+    name = push(drafter, str(tmp_path / "registry"), champion=False).drafter
+    stored = tmp_path / "registry" / "drafters" / name / "model.safetensors"
+    assert (
+        b"".join(FolderStore(tmp_path / "registry").stream(f"drafters/{name}/model.safetensors", 5))
+        == (stored.read_bytes()[5:])
+    )
+    aside = tmp_path / ".out.pull"
+    aside.mkdir()
+    (aside / "model.safetensors.part").write_bytes(stored.read_bytes()[:1000])
+    damaged = bytearray(stored.read_bytes())
+    damaged[10] ^= 1  # in what is here already
+    stored.write_bytes(damaged)
+    assert pull(str(tmp_path / "registry"), tmp_path / "out", name="latest") == name
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dflash import registry
+put, count = registry.FolderStore.put, 0
+def dying(self, name, content):
+    global count
+    count += 1
+    if count == 3:
+        with (self.folder / name).with_name(".model.safetensors.part").open("wb") as file:
+            file.write(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    put(self, name, content)
+registry.FolderStore.put = dying
+registry.push(Path(sys.argv[1]), sys.argv[2], champion=True)
+"""
+
+
+def test_a_push_that_was_killed_half_way_leaves_the_aliases_and_is_continued(drafter: Path, tmp_path: Path) -> None:
+    place, newer = str(tmp_path / "registry"), made(tmp_path / "newer", seed=1)
+    first = push(drafter, place, champion=True).drafter
+    done = subprocess.run([sys.executable, "-c", KILLED, str(newer), place], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert pull(place, tmp_path / "a", name="latest") == pull(place, tmp_path / "a", name="champion") == first
+    listed = sum(path.stat().st_size for path in newer.rglob("*") if path.is_file() and path.name != ".hidden")
+    second = push(newer, place, champion=True)
+    assert 0 < second.sent < listed, "what had arrived is not sent again"
+    assert pull(place, tmp_path / "b", name="champion") == second.drafter
+
+
+def test_what_holds_something_else_is_left_alone(drafter: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"notes holds mine.txt, so it is no registry of drafters; give another"):
+        push(drafter, str(tmp_path / "notes"), champion=False)
+    push(drafter, str(tmp_path / "registry"), champion=False)
+    with pytest.raises(ValueError, match="notes holds something else than drafter-"):
+        pull(str(tmp_path / "registry"), tmp_path / "notes", name="latest")
+    assert content(tmp_path / "notes") == {"mine.txt": b"mine"}
+    with pytest.raises(ValueError, match="registry holds no config.json and .safetensors, so it is no drafter"):
+        push(tmp_path / "registry", str(tmp_path / "other"), champion=False)
+    sums = drafter / "SHA256SUMS"
+    sums.write_text(f"{'0' * 64}  config.json\n")
+    with pytest.raises(ValueError, match=r"config.json differs from its checksum in SHA256SUMS"):
+        push(drafter, str(tmp_path / "other"), champion=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_no_right_to_write_is_one_line_without_secrets(s3: str, drafter: Path, tmp_path: Path) -> None:
+    bucket = new_bucket(s3)
+    ask(s3, "moto-api/reset-auth", method="POST", data=b"0")  # from now on keys must be known
+    try:
+        said = error("push", str(drafter), bucket)
+    finally:
+        ask(s3, "moto-api/reset-auth", method="POST", data=b"1000000")
+    assert bucket in said
+    assert "check the place and your rights there" in said
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ValueError, match="check the place and your rights there"):
+        push(drafter, str(tmp_path / "file" / "registry"), champion=False)
+    with pytest.raises(ValueError, match="a URL with credentials or options") as caught:
+        push(drafter, f"s3://key:{SECRET}@bucket/path", champion=False)
+    assert SECRET not in str(caught.value)
+
+
+def test_the_hub_is_refused_offline_and_without_a_token_in_one_line(
+    drafter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    with pytest.raises(ValueError, match=r"hub:someone/drafter: HF_TOKEN is not set"):
+        push(drafter, "hub:someone/drafter", champion=False)
+    with pytest.raises(ValueError, match=r"hub:drafter: give hub:OWNER/NAME"):
+        push(drafter, "hub:drafter", champion=False)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    for call in (
+        lambda: push(drafter, "hub:someone/drafter", champion=True),
+        lambda: pull("hub:someone/drafter", tmp_path / "out", name="champion"),
+    ):
+        with pytest.raises(ValueError, match=r"hub:someone/drafter: .*; check the name, the network and") as caught:
+            call()
+        assert SECRET not in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_commands_say_what_they_did(drafter: Path, tmp_path: Path) -> None:
+    place = str(tmp_path / "registry")
+
+    def dflash(*words: str) -> dict[str, object]:
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", *words, "--json"], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+
+    pushed = dflash("push", str(drafter), place, "--champion")
+    assert pushed["aliases"] == ["latest", "champion"]
+    pulled = dflash("pull", place, str(tmp_path / "out"), "--name", "champion")
+    assert pulled == {"drafter": pushed["drafter"], "folder": str(tmp_path / "out")}
+    assert "has no champion" in error("pull", str(made(tmp_path / "empty")), str(tmp_path / "no"), "--name", "champion")
