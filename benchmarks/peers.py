@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "peers.txt"
 READERS = HERE / "interop.txt"
 ENGINES = HERE / "vllm.txt"
+BUILT_FOR_GPUS = ("torchvision", "torchaudio", "torchcodec")  # by the index: with torch for CPUs they do not load
 MINUTES = 15  # that pip may take
 
 
@@ -48,7 +49,7 @@ def readers_python() -> Path:
 
 def vllm_python() -> Path:
     """The same for vLLM, which brings all that it needs in versions of its own: minutes, and gigabytes."""
-    return _built("vllm", ENGINES, borrowing=False)
+    return _built("vllm", ENGINES, borrowing=False, without=BUILT_FOR_GPUS)
 
 
 def is_built(requirements: Path = ENGINES, name: str = "vllm") -> bool:
@@ -57,7 +58,7 @@ def is_built(requirements: Path = ENGINES, name: str = "vllm") -> bool:
     return mark.exists() and mark.read_text() == requirements.read_text()
 
 
-def _built(name: str, requirements: Path, *options: str, borrowing: bool) -> Path:
+def _built(name: str, requirements: Path, *options: str, borrowing: bool, without: Sequence[str] = ()) -> Path:
     folder = Path(sys.prefix) / name
     python, mark = folder / "bin" / "python", folder / "installed.txt"
     try:
@@ -67,8 +68,10 @@ def _built(name: str, requirements: Path, *options: str, borrowing: bool) -> Pat
                 paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)})
                 if borrowing:
                     Path(paths["purelib"], "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-                pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", 1, "--python", python)
+                pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--python", python)
                 _run(*pip, "install", "--quiet", "--ignore-installed", *options, "--requirement", requirements)
+                if without:
+                    _run(*pip, "uninstall", "--quiet", "--yes", *without)
                 mark.write_text(requirements.read_text())
     except OSError as error:
         raise Unavailable(f"{folder} cannot be written: {error}") from error

@@ -31,13 +31,15 @@ log = logging.getLogger(__name__)
 def verifier_of(folder: Path, *, revision: str) -> PinnedVerifier:
     """The verifier that a drafter's folder says it is for. Raises ValueError where it says none, or it is not here."""
     recorded = _json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
-    name = recorded.get("verifier", {}).get("name")
-    if not name:
-        method = _json(folder / "config.json").get("speculators_config") or {}
-        name = (method.get("verifier") or {}).get("name_or_path")
+    method = _json(folder / "config.json").get("speculators_config") or {}
+    # a record calls a verifier that lay in a folder by that folder's last name only
+    name = (method.get("verifier") or {}).get("name_or_path") or recorded.get("verifier", {}).get("name")
     if not name:
         raise ValueError(f"{folder}: it does not say which verifier it is for; give --verifier")
-    return pin(VerifierConfig(model=name, revision=revision))
+    try:
+        return pin(VerifierConfig(model=name, revision=revision))
+    except ValueError as error:
+        raise ValueError(f"{folder}: its verifier {name!r} is not found ({error}); give --verifier") from None
 
 
 def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -> Artifact:

@@ -137,9 +137,11 @@ def test_an_export_says_itself_which_verifier_it_is_for_and_keeps_its_record(
     assert json.loads((again / PROVENANCE).read_text())["drafter"] == drafter.key
     record = tmp_path / "out" / PROVENANCE
     found = json.loads(record.read_text())
+    (tmp_path / "out" / CHECKSUMS).unlink()
+    record.write_text(json.dumps({"verifier": {"name": "moved"}}))
+    assert "its verifier 'moved' is not found" in error(tmp_path / "out", verifier="")
     found["verifier"]["identity"] = "0" * 16
     record.write_text(json.dumps(found))
-    (tmp_path / "out" / CHECKSUMS).unlink()
     assert "it is for verifier bundled:demo-verifier (00000000), not for bundled:demo-verifier" in error(
         tmp_path / "out"
     )
