@@ -4,9 +4,9 @@
 
 A case (benchmarks/peers.py writes it) is a drafter in the published format, the verifier's ends, and a batch. Answers
 are JSON lines on stdout: what is in memory once loaded, then loss, gradient norm, seconds and peak memory of each step.
-The line `profile` asks for a step that also says how long our attention took. Memory is the process's; on a GPU it is
-what was allocated there. dflash runs in the project's environment, the peers in one of their own: each is imported only
-where it is asked for.
+Of ours, the line `profile` asks for a step that also says how long attention took, and `logged` for one whose metrics
+are logged, with trees. Memory is the process's; on a GPU it is what was allocated there. dflash runs in the project's
+environment, the peers in one of their own: each is imported only where it is asked for.
 
 B batch, T tokens, P tokens without padding, F features, A anchors, S predicted slots, H hidden
 """
@@ -21,6 +21,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-Step = Callable[[], tuple[float, float]]
+Step = Callable[..., tuple[float, float]]
 """Forward, loss, backward, clip, AdamW. Returns the loss and the norm of its gradient before clipping."""
 
 CLIP_NORM = 1.0
@@ -53,22 +54,43 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # from here on counts the peak
     loaded = torch.cuda.memory_allocated() / 2**20 if on_gpu else _resident_mb()
     answers.write(json.dumps({"libraries_mb": libraries, "loaded_mb": loaded}) + "\n")
+    metrics = _time_metrics() if trainer == "dflash" else [0.0]
     for line in sys.stdin:
+        what, metrics[0] = line.strip(), 0.0
         t0, cpu0 = time.perf_counter(), time.process_time()
-        if line.strip() == "profile":
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-                loss, norm = step()
-        else:
-            loss, norm = step()
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with profiler if what == "profile" else nullcontext() as profiled:
+            loss, norm = step(tree_metrics=True) if what == "logged" else step()
         if on_gpu:
             torch.cuda.synchronize()
         answer = {"loss": loss, "norm": norm}
         answer |= {"seconds": time.perf_counter() - t0, "cpu_seconds": time.process_time() - cpu0}
         answer["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else _status_mb("VmHWM")
-        if line.strip() == "profile":
+        answer["metrics_cpu_seconds"] = metrics[0]
+        if profiled:
             ours = [event for event in profiled.key_averages() if event.key in OUR_ATTENTION]
             answer["attention_seconds"] = sum(event.cpu_time_total for event in ours) / 1e6
         answers.write(json.dumps(answer) + "\n")
+
+
+def _time_metrics() -> list[float]:
+    """From now on, seconds of this process's CPUs for what every step does for its metrics alone: ranks and sums."""
+    from dflash.drafter import losses
+    from dflash.training import objective
+
+    spent = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            t0 = time.process_time()
+            result = function(*args, **kwargs)
+            spent[0] += time.process_time() - t0
+            return result
+
+        return call
+
+    losses.label_ranks, objective.tally = timed(losses.label_ranks), timed(objective.tally)
+    return spent
 
 
 def _status_mb(name: str) -> float:
@@ -106,7 +128,7 @@ def dflash(folder: Path, settings: dict[str, Any]) -> Step:
     del data, inside_BT
     update = _adamw(drafter, settings)
 
-    def step() -> tuple[float, float]:
+    def step(*, tree_metrics: bool = False) -> tuple[float, float]:
         with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             total, counted = block_loss(
                 drafter,
@@ -120,7 +142,7 @@ def dflash(folder: Path, settings: dict[str, Any]) -> Step:
                 gamma=settings["gamma"],
                 alpha=settings["alpha"],
                 tree_budget=64,
-                tree_metrics=False,
+                tree_metrics=tree_metrics,
             )
         loss = total / counted.weight
         loss.backward()

@@ -7,9 +7,10 @@
 The same drafter, data, anchors and loss (its value is compared), a full step each: forward, loss, backward, clipping,
 AdamW. `steps_per_second_*` is our speed over SpecForge's, `peak_memory_*` our memory over its: the peak of what the
 process holds beyond its imported libraries (weights, moments, batch, activations). Trainers are processes that take
-turns, one step each, so that no two work at once; medians of the ratios of each round. `detail` has absolute numbers,
-memory with the libraries, CPU seconds (steadier where others use the machine), and speculators, which works through the
-rows one at a time. On a GPU, `mfu` is the useful work per second over `--peak-tflops`.
+turns, one step each, so that no two work at once; medians of the ratios of each round. `metric_overhead_*` is the share
+of our step that metrics take, in CPU seconds. `detail` has absolute numbers, memory with the libraries, CPU seconds
+(steadier where others use the machine), and speculators, which works through the rows one at a time. On a GPU, `mfu` is
+the useful work per second over `--peak-tflops`.
 
 `--sweep` prints a table of step and attention times, and draws it on logarithmic axes into a folder.
 """
@@ -26,6 +27,7 @@ import peers
 import torch
 
 from dflash import plots
+from dflash.config import TrainingConfig
 from dflash.drafter.model import DrafterConfig
 
 OURS, RIVAL, OTHER = "dflash", "specforge", "speculators"
@@ -79,7 +81,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             write_case(Path(folder), DTYPES[dtype], args)
             measured = take_turns(Path(folder), args.trainers, rounds=args.rounds)
-        detail[dtype] = {name: summary(steps) for name, steps in measured.items()}
+            detail[dtype] = {name: summary(steps) for name, steps in measured.items()}
+            if args.device == "cpu":
+                record[f"metric_overhead_{dtype}"] = metric_overhead(Path(folder), rounds=args.rounds)
         if args.device == "cuda":
             for numbers in detail[dtype].values():
                 numbers["mfu"] = useful_flops(args) / numbers["seconds_per_step"] / args.peak_tflops / 1e12
@@ -146,6 +150,17 @@ def take_turns(folder: Path, names: list[str], *, rounds: int) -> dict[str, list
             for trainer in running:
                 steps[trainer.name].append(trainer.step() | trainer.memory)
     return steps
+
+
+def metric_overhead(folder: Path, *, rounds: int) -> float:
+    """The share of a step's CPU time that goes into metrics, those of logged steps included, as often as they are."""
+    with closing(peers.Trainer(OURS, folder)) as trainer:
+        trainer.step()
+        taken = [(trainer.step(), trainer.step("logged")["cpu_seconds"]) for _ in range(rounds)]
+    step = statistics.median(plain["cpu_seconds"] for plain, _ in taken)
+    always = statistics.median(plain["metrics_cpu_seconds"] for plain, _ in taken)
+    logged = statistics.median(logged - plain["cpu_seconds"] for plain, logged in taken)
+    return round((always + logged / TrainingConfig.model_fields["log_every"].default) / step, 4)
 
 
 def check(measured: dict[str, list[dict[str, float]]], **tolerances: float) -> None:

@@ -520,7 +520,8 @@ class TrainingConfig(Config):
         20.0,
         title="Spike",
         ge=0,
-        description="Skip a step whose gradient norm is above so many times the median of recent ones; 0: never.",
+        description="Skip a step whose gradient norm is above so many times the median of recent ones, and is clipped; "
+        "0: never.",
     )
     max_skipped: int = Field(
         20, title="Most skipped steps", ge=0, description="Stop when more steps were skipped, non-finite ones included."

@@ -10,6 +10,7 @@ V draft vocabulary: all tokens, or those that the drafter can propose
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +30,6 @@ CACHED_LOGITS = 1 << 18
 
 OUTSIDE = 1 << 40
 """The rank of a label that the drafter cannot propose: beyond every tree and every recall."""
-
-EXACT_RANKS = 1 << 12
-"""Ranks from here on are out of the reach of trees and recalls; labels that are new to a drafter are mostly there."""
 
 LARGEST_EXPONENT = 600.0
 """exp of it, times the slots of any block, is finite in float64."""
@@ -147,7 +145,7 @@ class _SlotStatistics(torch.autograd.Function):
                 nll_N[some] = lse_C - z_CV.gather(-1, labels_N[some, None])[:, 0]
                 rank_N[some] = label_ranks(z_CV, labels_N[some])
                 if top_k:
-                    top_values_NK[some] = z_CV.topk(top_k).values - lse_C[:, None]
+                    top_values_NK[some] = top_values(z_CV, top_k) - lse_C[:, None]
                 loss_N[some] = loss["ce"] * nll_N[some]
                 if final_CV is not None:
                     loss_N[some] += _compare(q_CV, z_CV, lse_C, final_CV[inner].float(), loss)
@@ -197,25 +195,25 @@ def _compare(q_CV: Tensor, z_CV: Tensor, lse_C: Tensor, verifier_CV: Tensor, los
 
 
 def label_ranks(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-    """0-based rank of each label: tokens with a larger logit, and those with an equal one and a lower id.
+    """0-based rank of each label: tokens with a larger logit, and those with an equal one and a lower id."""
+    if logits_NV.is_cuda:
+        label_N1 = logits_NV.gather(-1, labels_N[:, None])
+        lower_NV = torch.arange(logits_NV.shape[-1], device=labels_N.device) < labels_N[:, None]
+        return ((logits_NV > label_N1) | ((logits_NV == label_N1) & lower_NV)).sum(-1)
+    # on a CPU, numpy counts booleans ten times as fast, and a row in two parts needs no ids
+    ranks = [
+        np.count_nonzero(row_V[:label] >= row_V[label]) + np.count_nonzero(row_V[label:] > row_V[label])
+        for row_V, label in zip(logits_NV.numpy(), labels_N.tolist(), strict=True)
+    ]
+    return torch.tensor(ranks, dtype=torch.long)
 
-    From EXACT_RANKS on, equal ones may be left out.
-    """
-    label_N1 = logits_NV.gather(-1, labels_N[:, None])
-    hits_NV = torch.empty_like(logits_NV)  # 1 and 0 in floating point: a CPU counts them four times as fast as booleans
-    rank_N = torch.gt(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32)
-    rows: slice | Tensor = slice(None)
-    if not logits_NV.is_cuda:  # asking a GPU which rows have ties would make the host wait
-        tied_N = torch.ge(logits_NV, label_N1, out=hits_NV).sum(-1, dtype=torch.float32) > rank_N + 1
-        rows = (tied_N & (rank_N < EXACT_RANKS)).nonzero()[:, 0]
-        if not len(rows):
-            return rank_N.long()
-    tied_NV = logits_NV[rows]
-    equal_NV = torch.eq(tied_NV, label_N1[rows], out=hits_NV[: len(tied_NV)])
-    ids_V = torch.arange(logits_NV.shape[-1], device=labels_N.device, dtype=torch.float32)
-    lower_NV = torch.lt(ids_V, labels_N[rows, None].float(), out=torch.empty_like(equal_NV))
-    rank_N[rows] += equal_NV.mul_(lower_NV).sum(-1, dtype=torch.float32)
-    return rank_N.long()
+
+def top_values(logits_NV: Tensor, count: int) -> Tensor:
+    """The largest of each row, descending. On a CPU numpy parts a row three times as fast as torch finds its best."""
+    if logits_NV.is_cuda:
+        return logits_NV.topk(count).values
+    best_NK = np.partition(logits_NV.numpy(), -count, axis=-1)[:, -count:]
+    return torch.from_numpy(np.sort(best_NK, axis=-1)[:, ::-1].copy())
 
 
 def slot_weights(

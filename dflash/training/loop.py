@@ -12,41 +12,39 @@ import resource
 import shutil
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from torch import Tensor
 
 from dflash.config import TrainingConfig
 from dflash.decoding.parity import REFERENCE, remember
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
-from dflash.drafter.initialisation import initialise
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
-from dflash.drafter.vocabulary import choose_tokens
-from dflash.hidden.store import HiddenStates, Row
+from dflash.drafter.model import Drafter, Ends
+from dflash.hidden.store import HiddenStates
 from dflash.keys import RECIPES, training_key
-from dflash.manifests import Artifact, Damaged, Key, Progress, find, home, in_progress, load_manifest, publish, silent
-from dflash.pinning import PinnedVerifier, as_ids, num_tokens
-from dflash.training.batches import Batch, Pass, add_noise, plan_steps, row_generators
-from dflash.training.checkpoints import read_checkpoint, refuse_changes
+from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, load_manifest, publish, silent
+from dflash.pinning import PinnedVerifier, num_tokens
+from dflash.training.batches import Batch, add_noise, plan_steps, row_generators
+from dflash.training.checkpoints import refuse_changes
 from dflash.training.curves import draw_curves
+from dflash.training.data import coverage, longest_batch, parts_of, refuse_mask_token, usable_rows
 from dflash.training.launch import refuse_uneven_ranks
 from dflash.training.metrics import Tally
 from dflash.training.objective import block_loss
-from dflash.training.optimizers import average_and_clip, make_optimizers, set_learning_rates, update_average
-from dflash.training.ranks import Ranks, joined, own, shard
+from dflash.training.optimizers import average_and_clip, set_learning_rates, update_average
+from dflash.training.ranks import Ranks, joined, own
+from dflash.training.rows import last_row, of_all_rows, resume_rows
 from dflash.training.schedules import derived_seed, learning_rate_factor, noise_std
-from dflash.training.state import Counters, State, newest, plain_copy
+from dflash.training.start import new_state
+from dflash.training.state import Counters, newest, plain_copy
 from dflash.training.tracking import STEP, tracked_run
 from dflash.training.validation import (
-    choice,
+    best_weights,
     deployment_metric,
     out_of_patience,
     replay_groups,
@@ -272,7 +270,7 @@ def _train(
 
             state.step = finished = step + 1
             objection = state.steadiness.objection(
-                loss=mean_loss, grad_norm=grad_norm, spike_factor=config.spike_factor
+                loss=mean_loss, grad_norm=grad_norm, spike_factor=config.spike_factor, clip_norm=config.clip_norm
             )
             if objection:
                 state.steadiness = state.steadiness.skipped_one()
@@ -297,7 +295,7 @@ def _train(
             speed = counters.row_tokens / counters.seconds
             if logging_now:
                 counters.together(ranks)
-                now = {"train/epoch": plan[step].epoch, "train/lr": config.learning_rate * factor}
+                now = {"train/epoch": plan[step].epoch, "train/lr": state.optimizers[0].defaults["lr"] * factor}
                 now |= {"train/noise_std": std, "train/skipped": state.steadiness.skipped}
                 record({STEP: finished} | now | counters.metrics(groups))
                 state.counters = Counters(tokens=counters.tokens + counters.row_tokens)
@@ -346,167 +344,6 @@ def _remember_drafts(path: Path, drafter: Drafter, ends: Ends, store: HiddenStat
     )
 
 
-def new_state(
-    config: TrainingConfig, store: HiddenStates, ranks: Ranks, *, verifier: PinnedVerifier | None, continued: bool
-) -> State:
-    """A drafter as it starts, with its optimizers, held as the configuration says. One to be `continued` is new."""
-    shape = DrafterConfig.from_verifier(
-        store.verifier_config,
-        block_size=config.block_size,
-        num_layers=config.num_layers,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=store.info["target_layer_ids"],
-        draft_vocab_size=config.draft_vocab_size,
-        **config.shape.model_dump(),
-    )
-    drafter = Drafter(shape, generator=torch.Generator().manual_seed(derived_seed(config.seed)))
-    if ranks.first and not continued:
-        layers = layers_of(verifier, config.num_layers) if config.initialisation == "verifier" else None
-        initialise(drafter, config.initialisation, verifier_layers=layers)
-        if config.draft_vocab_size:
-            drafter.keep(draft_vocabulary(config, store, verifier))
-    drafter = drafter.to(ranks.device)
-    ranks.spread(drafter.state_dict().values())
-    if config.parallel == "fsdp" and ranks.world > 1:
-        shard(drafter, ranks, dtype=getattr(torch, config.dtype))
-    optimizers = make_optimizers(
-        drafter,
-        kind=config.optimizer,
-        learning_rate=config.learning_rate,
-        muon_learning_rate=config.muon_learning_rate,
-        betas=(config.beta1, config.beta2),
-        weight_decay=config.weight_decay,
-    )
-    parameters = drafter.named_parameters() if config.ema else ()
-    return State(drafter, optimizers, average={name: weight.detach().clone() for name, weight in parameters})
-
-
-def usable_rows(store: HiddenStates) -> tuple[list[int], list[int]]:
-    """Row numbers for training and for validation. Raises ValueError where no training row has a legal anchor."""
-    train_rows = [number for number, row in enumerate(store.rows) if row.split == "train"]
-    validation_rows = [number for number, row in enumerate(store.rows) if row.split == "validation"]
-    # an anchor and its first slot: two supervised tokens in a row
-    usable = [number for number in train_rows if store.rows[number].num_supervised >= 2]
-    log.info(
-        "%d training rows = %d usable + %d without a legal anchor; %d validation rows",
-        *(len(train_rows), len(usable), len(train_rows) - len(usable), len(validation_rows)),
-    )
-    if not usable:
-        raise ValueError(
-            f"none of {len(train_rows)} training rows has a legal anchor (two supervised tokens in a row); "
-            "generate longer responses or raise tokenization.max_length"
-        )
-    return usable, validation_rows
-
-
-def draft_vocabulary(config: TrainingConfig, store: HiddenStates, verifier: PinnedVerifier | None) -> Tensor:
-    """(U,) the ids that can be drafted: of the most frequent labels of the training rows, and mask and end tokens."""
-    text = store.verifier_config.get("text_config", store.verifier_config)
-    end_ids = verifier.special_ids["eos"] if verifier else as_ids(text.get("eos_token_id"))
-    train_rows = [number for number, row in enumerate(store.rows) if row.split == "train"]
-    return choose_tokens(
-        label_counts(store, train_rows, labels=config.labels, vocab_size=text["vocab_size"]),
-        size=config.draft_vocab_size,
-        always={config.mask_token_id, *end_ids},
-        num_tokens=num_tokens(verifier) if verifier else text["vocab_size"],
-    )
-
-
-def label_counts(store: HiddenStates, rows: Iterable[int], *, labels: str, vocab_size: int) -> Tensor:
-    """(V,) how often each token is the label of a supervised one. Reads ids and masks of whole shards."""
-    counts_V = np.zeros(vocab_size, np.int64)
-    for number, members in rows_by_shard(store, rows).items():
-        ids_P, mask_P, greedy_P = store.whole(number, "input_ids", "loss_mask", "greedy_ids")
-        counted_P = np.zeros(len(ids_P), bool)
-        for row in members:
-            counted_P[row.start + 1 : row.start + row.length] = True
-        counted = np.flatnonzero(counted_P & mask_P.astype(bool))
-        said = greedy_P[counted - 1] if labels == "greedy" else ids_P[counted]
-        counts_V += np.bincount(said, minlength=vocab_size)
-    return torch.from_numpy(counts_V)
-
-
-def coverage(drafter: Drafter, store: HiddenStates, *, labels: str, **rows: Iterable[int]) -> dict[str, float]:
-    """The share of the labels of some rows that can be drafted, by the rows' name; not of rows without labels."""
-    shares = {}
-    for name, some in rows.items():
-        counts_V = label_counts(store, some, labels=labels, vocab_size=drafter.config.vocab_size)
-        if total := int(counts_V.sum()):
-            shares[name] = int(counts_V[drafter.get_buffer("t2d").cpu()].sum()) / total
-    return shares
-
-
-def rows_by_shard(store: HiddenStates, rows: Iterable[int]) -> dict[int, list[Row]]:
-    found: dict[int, list[Row]] = defaultdict(list)
-    for number in rows:
-        found[store.rows[number].shard].append(store.rows[number])
-    return found
-
-
-def layers_of(verifier: PinnedVerifier | None, count: int) -> dict[str, Tensor]:
-    """The verifier's last layers, for a drafter to start from. It is loaded for that, on the CPU, and let go."""
-    if verifier is None:
-        raise ValueError("training.initialisation: verifier needs the verifier itself; train in its pipeline")
-    from dflash.last_layers import last_layers  # these load Transformers, which other starts do without
-    from dflash.verifier import load_verifier
-
-    return last_layers(load_verifier(verifier.model_copy(update={"device": "cpu", "device_map": ""})), count)
-
-
-def best_weights(
-    folder: Path,
-    weights: dict[str, Tensor],
-    scores: dict[int, float],
-    metric: str,
-    *,
-    last: int,
-    average: bool,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What to publish and why: of the checkpoint of the best step, or `weights`, those of the last.
-
-    Where that checkpoint is damaged it is the next best one, loudly.
-    """
-    scores = dict(scores)
-    while (chosen := choice(scores, metric, last=last, average=average))["step"] != last:
-        try:
-            checkpoint = read_checkpoint(folder, chosen["step"])
-            return chosen, {**checkpoint.weights, **checkpoint.average}
-        except Damaged as error:
-            log.error("the checkpoint of the best step is damaged, the next best is published: %s", error)
-            del scores[chosen["step"]]
-    return chosen, weights
-
-
-def parts_of(rows: Sequence[Row]) -> tuple[list[str], Tensor]:
-    """The names of categories and buckets, and for each row the numbers of its own."""
-    names = [(f"category/{row.category}", f"bucket/{row.bucket}") for row in rows]
-    groups = sorted({name for pair in names for name in pair})
-    return groups, torch.tensor([[groups.index(name) for name in pair] for pair in names])
-
-
-def longest_batch(store: HiddenStates, passes: Iterable[Iterable[Pass]]) -> int:
-    """Tokens of the largest micro-batch; 1 where there is none."""
-    return max((sum(store.rows[row].length for row in one.rows) for step in passes for one in step), default=1)
-
-
-def refuse_mask_token(store: HiddenStates, rows: Iterable[int], *, mask_token_id: int) -> None:
-    """Raises ValueError where the mask token is a supervised token or label of a row: it must mean nothing else.
-
-    Reads ids and masks of whole shards, once, before the first step: a thousandth of what the states take.
-    """
-    for shard_number, members in rows_by_shard(store, rows).items():
-        ids_P, mask_P, greedy_P = store.whole(shard_number, "input_ids", "loss_mask", "greedy_ids")
-        said_P = (ids_P[1:] == mask_token_id) | (greedy_P[:-1] == mask_token_id)
-        found = np.flatnonzero(mask_P[1:].astype(bool) & said_P) + 1
-        for row in members if len(found) else []:
-            inside = found[(found > row.start) & (found < row.start + row.length)]
-            if len(inside):
-                raise ValueError(
-                    f"training.mask_token_id: {mask_token_id} occurs in the supervised text of row {row.id}, "
-                    f"position {inside[0] - row.start}; choose a reserved id that the verifier never says"
-                )
-
-
 def skip(step: int, objection: str, ids: str, skipped: int, *, most: int, sound: bool) -> None:
     """Says that a step is not taken, and why.
 
@@ -537,28 +374,6 @@ def run_name(config: TrainingConfig) -> str:
     beta2 = f"{config.beta2:.2f}" if round(config.beta2, 2) == config.beta2 else f"{config.beta2}"
     name = f"v{RECIPES['training']}-ddtree-{weights}-b{beta2.partition('.')[2]}"
     return name if config.optimizer == "adamw" else f"{name}-{config.optimizer}"
-
-
-def resume_rows(path: Path, *, step: int) -> list[dict[str, float]]:
-    """Cut the file of metrics back to those of a checkpoint and return them; a half-written last line goes too."""
-    rows = []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if not line.endswith("\n") or (row := json.loads(line))[STEP] > step:
-            break
-        rows.append(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return rows
-
-
-def last_row(history: list[dict[str, float]], kind: str) -> dict[str, float]:
-    """The newest row of "train" or "validation" metrics; {} where there is none."""
-    rows = [row for row in history if any(name.startswith(f"{kind}/") and name != STEP for name in row)]
-    return rows[-1] if rows else {}
-
-
-def of_all_rows(row: dict[str, float]) -> dict[str, float]:
-    """Without what is of one category or bucket."""
-    return {name: value for name, value in row.items() if not {"category", "bucket"} & set(name.split("/"))}
 
 
 @contextmanager

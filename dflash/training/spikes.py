@@ -16,11 +16,16 @@ class Steadiness:
     norms: Sequence[float] = ()
     skipped: int = 0
 
-    def objection(self, *, loss: float, grad_norm: float, spike_factor: float) -> str:
-        """Why the step must not be taken; empty where it may. Spikes count from the 20th accepted norm on; 0: never."""
+    def objection(self, *, loss: float, grad_norm: float, spike_factor: float, clip_norm: float) -> str:
+        """Why the step must not be taken; empty where it may. Spikes count from the 20th accepted norm on; 0: never.
+
+        A gradient that clipping leaves as it is, is none: losses whose gradient is near zero at first may grow it.
+        """
         if not math.isfinite(loss) or not math.isfinite(grad_norm):
             return f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
-        if spike_factor and len(self.norms) >= ENOUGH and grad_norm > spike_factor * (usual := median(self.norms)):
+        if not spike_factor or len(self.norms) < ENOUGH or grad_norm <= clip_norm:
+            return ""
+        if grad_norm > spike_factor * (usual := median(self.norms)):
             return f"gradient norm {grad_norm:.6g} is more than {spike_factor:g} times the usual {usual:.6g}"
         return ""
 

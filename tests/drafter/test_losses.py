@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dflash.decoding.ddtree import best_first, label_order
-from dflash.drafter.losses import LK_ETA, label_ranks, slot_statistics, slot_weights
+from dflash.drafter.losses import LK_ETA, label_ranks, slot_statistics, slot_weights, top_values
 from dflash.drafter.model import Ends
 from tests.drafter.small import make_ends
 
@@ -116,12 +116,14 @@ def test_bfloat16_ends_reduce_in_float32_also_under_autocast(loss: dict):
     assert hidden.grad.dtype == torch.bfloat16
 
 
-def test_ties_rank_the_lower_id_first():
-    logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 0.0]] * 5)
-    assert label_ranks(logits, torch.arange(5)).tolist() == [3, 0, 1, 2, 4]
-    assert label_ranks(logits.bfloat16(), torch.arange(5)).tolist() == [3, 0, 1, 2, 4]
-    mixed = torch.cat([logits, torch.arange(5.0).expand(5, 5)])  # rows without ties between them
-    assert label_ranks(mixed, torch.arange(5).repeat(2)).tolist() == [3, 0, 1, 2, 4, 4, 3, 2, 1, 0]
+@given(st.lists(st.lists(st.integers(-3, 3), min_size=9, max_size=9), min_size=1, max_size=4), st.integers(1, 9))
+def test_ranks_and_best_values_are_those_of_a_stable_sort(rows: list[list[int]], count: int):
+    logits_NV = torch.tensor(rows, dtype=torch.float32)
+    order_NV = logits_NV.argsort(dim=-1, descending=True, stable=True)  # equal ones: the lower id first
+    for label in range(9):
+        ranks_N = (order_NV == label).nonzero()[:, 1]
+        assert torch.equal(label_ranks(logits_NV, torch.full((len(rows),), label)), ranks_N)
+    assert torch.equal(top_values(logits_NV, count), logits_NV.topk(count).values)
 
 
 LIVE = torch.tensor([[True, True, True], [True, False, False]])

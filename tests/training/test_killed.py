@@ -41,7 +41,14 @@ def test_killed_at_any_moment_and_run_again_it_ends_bit_identical(home, changes)
     torch.set_num_threads(1)
     states = make_states(LENGTHS, validation=3)
     often = {"max_steps": 90, "epochs": 90, "save_every": 3, "validate_every": 10, "log_every": 7, "keep_last": 3}
-    everything = {"ema": 0.8, "spike_factor": 1.5, "max_skipped": 99, "patience": 4, "accumulation": 2}
+    everything = {
+        "ema": 0.8,
+        "spike_factor": 1.5,
+        "clip_norm": 0.01,
+        "max_skipped": 99,
+        "patience": 4,
+        "accumulation": 2,
+    }
     config = make_config(**often | everything | changes)
     whole = train(config, states)
     expected, rows, best = weights(whole), rows_of(whole), whole.summary["best"]

@@ -72,6 +72,13 @@ def test_the_choice_names_its_runner_up_and_its_reason():
     last = choice({}, "tau", last=30, average=True)
     assert (last["step"], last["value"]) == (30, None)
     assert last["reason"] == "there was nothing to validate on: the moving average of the weights of the last step"
+    scores = {10: 1.5, 20: 2.0, 30: 1.9}
+    next_best = choice(scores, "tau", last=40, average=False, damaged=[20])
+    assert (next_best["step"], next_best["runner_up"]["step"]) == (30, 10)
+    assert next_best["reason"].endswith("better, but damaged: step 20")
+    none = choice(scores, "tau", last=40, average=False, damaged=[20, 30, 10])
+    assert (none["step"], none["value"]) == (40, None)
+    assert none["reason"].startswith("no checkpoint that was validated is whole: the weights of the last step; better")
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.1])
