@@ -151,7 +151,7 @@ class Trainer:
         self.memory = self._answer()
 
     def step(self, what: str = "step") -> dict[str, float]:
-        """loss, norm, seconds, cpu_seconds, peak_mb (since it was loaded); `profile`: attention_seconds, too."""
+        """loss, norm, seconds, cpu_seconds, peak_mb (since it was loaded); of ours also parts of the cpu_seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()

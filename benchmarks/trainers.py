@@ -4,8 +4,8 @@
 
 A case (benchmarks/peers.py writes it) is a drafter in the published format, the verifier's ends, and a batch. Answers
 are JSON lines on stdout: what is in memory once loaded, then loss, gradient norm, seconds and peak memory of each step.
-Of ours, the line `profile` asks for a step that also says how long attention took, and `logged` for one whose metrics
-are logged, with trees. Memory is the process's; on a GPU it is what was allocated there. dflash runs in the project's
+Ours also says what attention and metrics took, and the line `logged` asks for a step whose metrics are logged, with
+trees. Memory is the process's; on a GPU it is what was allocated there. dflash runs in the project's
 environment, the peers in one of their own: each is imported only where it is asked for.
 
 B batch, T tokens, P tokens without padding, F features, A anchors, S predicted slots, H hidden
@@ -21,7 +21,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ Step = Callable[..., tuple[float, float]]
 
 CLIP_NORM = 1.0
 BETAS = (0.9, 0.95)
-OUR_ATTENTION = ("_BlockAttention", "_BlockAttentionBackward")
 
 
 def main() -> None:
@@ -54,42 +52,43 @@ def main() -> None:
     Path("/proc/self/clear_refs").write_text("5")  # from here on counts the peak
     loaded = torch.cuda.memory_allocated() / 2**20 if on_gpu else _resident_mb()
     answers.write(json.dumps({"libraries_mb": libraries, "loaded_mb": loaded}) + "\n")
-    metrics = _time_metrics() if trainer == "dflash" else [0.0]
+    spent = _time_parts() if trainer == "dflash" else {}
     for line in sys.stdin:
-        what, metrics[0] = line.strip(), 0.0
+        spent.update(dict.fromkeys(spent, 0.0))
         t0, cpu0 = time.perf_counter(), time.process_time()
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-        with profiler if what == "profile" else nullcontext() as profiled:
-            loss, norm = step(tree_metrics=True) if what == "logged" else step()
+        loss, norm = step(tree_metrics=True) if line.strip() == "logged" else step()
         if on_gpu:
             torch.cuda.synchronize()
         answer = {"loss": loss, "norm": norm}
         answer |= {"seconds": time.perf_counter() - t0, "cpu_seconds": time.process_time() - cpu0}
         answer["peak_mb"] = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else _status_mb("VmHWM")
-        answer["metrics_cpu_seconds"] = metrics[0]
-        if profiled:
-            ours = [event for event in profiled.key_averages() if event.key in OUR_ATTENTION]
-            answer["attention_seconds"] = sum(event.cpu_time_total for event in ours) / 1e6
-        answers.write(json.dumps(answer) + "\n")
+        answers.write(json.dumps(answer | {f"{part}_cpu_seconds": seconds for part, seconds in spent.items()}) + "\n")
 
 
-def _time_metrics() -> list[float]:
-    """From now on, seconds of this process's CPUs for what every step does for its metrics alone: ranks and sums."""
+def _time_parts() -> dict[str, float]:
+    """From now on, CPU seconds of this process by part of a step: attention, and what every step does for its metrics
+    alone (ranks and sums)."""
     from dflash.drafter import losses
+    from dflash.drafter.attention import _BlockAttention
     from dflash.training import objective
 
-    spent = [0.0]
+    spent = {"metrics": 0.0, "attention": 0.0}
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def time_it(part: str, owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             t0 = time.process_time()
             result = function(*args, **kwargs)
-            spent[0] += time.process_time() - t0
+            spent[part] += time.process_time() - t0
             return result
 
-        return call
+        setattr(owner, name, call if owner in (losses, objective) else staticmethod(call))
 
-    losses.label_ranks, objective.tally = timed(losses.label_ranks), timed(objective.tally)
+    time_it("metrics", losses, "label_ranks")
+    time_it("metrics", objective, "tally")
+    time_it("attention", _BlockAttention, "forward")
+    time_it("attention", _BlockAttention, "backward")
     return spent
 
 

@@ -12,7 +12,8 @@ of our step that metrics take, in CPU seconds. `detail` has absolute numbers, me
 (steadier where others use the machine), and speculators, which works through the rows one at a time. On a GPU, `mfu` is
 the useful work per second over `--peak-tflops`.
 
-`--sweep` prints a table of step and attention times, and draws it on logarithmic axes into a folder.
+`--sweep` prints a table of the CPU seconds of a step and of its attention, and draws it into a folder, on logarithmic
+axes.
 """
 
 import argparse
@@ -224,8 +225,9 @@ def sweep(args: argparse.Namespace) -> str:
                 write_case(Path(folder), DTYPES[args.dtypes[0]], point)
                 with closing(peers.Trainer(OURS, Path(folder))) as trainer:
                     trainer.step()
-                    seconds = statistics.median(trainer.step()["seconds"] for _ in range(args.rounds))
-                    attention = statistics.median(trainer.step("profile")["attention_seconds"] for _ in range(3))
+                    steps = [trainer.step() for _ in range(args.rounds)]
+            seconds = statistics.median(step["cpu_seconds"] for step in steps)
+            attention = statistics.median(step["attention_cpu_seconds"] for step in steps)
             keys = visible_keys(point)
             shape = f"| {point.anchors} | {point.tokens} | {point.vocabulary:,} "
             lines.append(f"{shape}| {seconds:.2f} | {attention:.3f} | {keys:,} | {1e6 * attention / keys:.2f} |")
@@ -237,7 +239,7 @@ def sweep(args: argparse.Namespace) -> str:
 
 
 def draw(series: dict[str, list[tuple[float, float]]], folder: Path, *, threads: int) -> None:
-    title, ylabel = "Cost of a step (* of its attention alone)", f"seconds ({threads} threads)"
+    title, ylabel = "Cost of a step (* of its attention alone)", f"CPU seconds (threads: {threads})"
     figure = plots.lines(series, title=title, xlabel="times the smallest value", ylabel=ylabel)
     for axes in figure.axes:
         axes.set_xscale("log", base=2)
