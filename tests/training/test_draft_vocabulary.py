@@ -11,7 +11,8 @@ from dflash.drafter.export import HEAD, load_drafter
 from dflash.hidden.store import HiddenStates
 from dflash.keys import training_key
 from dflash.manifests import home as root
-from dflash.training.loop import Stopped, label_counts, train
+from dflash.training.data import label_counts
+from dflash.training.loop import Stopped, train
 from tests.training.small import LENGTHS, MASK, VOCAB, make_config, make_row, make_states
 
 SIZE = 9
