@@ -706,6 +706,41 @@ class EvaluationConfig(Config):
         return prompts
 
 
+class NightlyConfig(Config):
+    """What the nightly evaluation looks at beside the recipe, and what it may start."""
+
+    drafters: list[str] = Field(
+        default_factory=list,
+        title="Drafters",
+        description="Keys or folders; empty: the newest one of the recipe.",
+        json_schema_extra=PRACTICAL,
+    )
+    new_prompts: list[SourceConfig] = Field(
+        default_factory=list,
+        title="New prompts",
+        description="Such as this week's: is the drafter worse on them than on its evaluation set? Empty: not asked.",
+        json_schema_extra=PRACTICAL,
+    )
+    max_new_prompts: int = Field(
+        200, title="Most new prompts", gt=0, description="Use only the first N of them.", json_schema_extra=PRACTICAL
+    )
+    largest_drop: float = Field(
+        0.1,
+        title="Largest drop",
+        ge=0,
+        le=1,
+        description="Share of what the drafter adds (acceptance length - 1) that may be lost on new prompts before "
+        "retraining is due.",
+        json_schema_extra=PRACTICAL,
+    )
+    retrain: bool = Field(
+        False,
+        title="Retrain",
+        description="Start the recipe's pipeline where retraining is due or a drafter is worse.",
+        json_schema_extra=PRACTICAL,
+    )
+
+
 class Recipe(Config):
     """One full configuration of the pipeline: the parameters of a deployment in prefect.yaml."""
 
@@ -755,6 +790,11 @@ class Recipe(Config):
         names = ("prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens")
         own = {name: getattr(self.evaluation, name) for name in names}
         return self.generation.model_copy(update=own | {"temperature": 0.0, "decontaminate": False})
+
+    def on_prompts(self, prompts: list[SourceConfig], *, max_prompts: int) -> "Recipe":
+        """The recipe with other evaluation prompts, by replay alone: numbers to be compared with those of its own."""
+        other = {"prompts": prompts, "max_prompts": max_prompts, "sets": {}, "live_prompts": 0, "parity": "off"}
+        return self.model_copy(update={"evaluation": self.evaluation.model_copy(update=other)})
 
     def evaluation_tokenization(self) -> TokenizationConfig:
         """Rows of the evaluation set are neither truncated nor split, and each holds one answer."""

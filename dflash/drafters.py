@@ -17,13 +17,19 @@ def drafter_of(recipe: Recipe, verifier: PinnedVerifier, *, name: str = "") -> A
     A name is a drafter's folder under the data root, its key, or the beginning of that; a folder that others made is
     imported. Raises ValueError where there is none, or it is for another verifier, and Damaged where it is not whole.
     """
-    made = lineage()
-    found = _named(name, verifier, made) if name else _newest(recipe, verifier, made)
+    found = _named(name, verifier) if name else _newest(recipe, verifier)
     verify(found)
     return found.artifact()
 
 
-def _named(name: str, verifier: PinnedVerifier, made: Lineage) -> Manifest:
+def made_by(recipe: Recipe) -> list[Manifest]:
+    """The drafters that the recipe has made, for whatever verifier stood behind its name then; newest first."""
+    made = lineage()
+    mine = [manifest for manifest in made.manifests if manifest.stage == "training" and _is_of(recipe, manifest, made)]
+    return sorted(mine, key=lambda one: one.created, reverse=True)
+
+
+def _named(name: str, verifier: PinnedVerifier) -> Manifest:
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file() and not (folder / MANIFEST).exists():
         from dflash.export.importing import import_drafter  # loads torch, which those made here do without
@@ -34,16 +40,15 @@ def _named(name: str, verifier: PinnedVerifier, made: Lineage) -> Manifest:
         if found.path.resolve() != folder.resolve():
             raise ValueError(f"{name}: a copy of {found.key}; move it to {found.path}, where its report can name it")
     else:
-        found = made.find(name)
+        found = lineage().find(name)
     if found.stage != "training":
         raise ValueError(f"{name}: {found.key} is no drafter; dflash ls shows those that are there, as training-…")
     return found
 
 
-def _newest(recipe: Recipe, verifier: PinnedVerifier, made: Lineage) -> Manifest:
-    drafters = [manifest for manifest in made.manifests if manifest.stage == "training"]
-    mine = [drafter for drafter in drafters if _is_of(recipe, drafter, made)]
-    for drafter in sorted(mine, key=lambda one: one.created, reverse=True):
+def _newest(recipe: Recipe, verifier: PinnedVerifier) -> Manifest:
+    mine = made_by(recipe)
+    for drafter in mine:
         if drafter.summary["verifier"]["identity"] == verifier.identity:
             return drafter
     if mine:
@@ -60,11 +65,15 @@ def _is_of(recipe: Recipe, drafter: Manifest, made: Lineage) -> bool:
 
     What the prompt files hold may have changed: a recipe with this week's prompts is the same recipe.
     """
-    wanted, names = _settings(recipe), _source_names(keys.prompts_key(recipe.generation))
-    return all(
-        any(one.config == wanted[one.stage] and (one.stage != "prompts" or names & _source_names(one)) for one in equal)
-        for equal in _ancestry(drafter, made)
-    )
+    wanted = _settings(recipe)
+    for equal in _ancestry(drafter, made):
+        same = [one for one in equal if one.config == wanted[one.stage]]
+        if equal[0].stage == "prompts":
+            names = _source_names(keys.prompts_key(recipe.generation))
+            same = [one for one in same if names & _source_names(one)]
+        if not same:
+            return False
+    return True
 
 
 def _source_names(prompts: Key | Manifest) -> set[str]:

@@ -481,6 +481,21 @@ def down() -> None:
         server.down()
 
 
+@app.command()
+def alerts() -> None:
+    """Have the server send notifications: of drafters that are worse, of failed runs, when retraining is due, of the
+    quota. By DFLASH_ALERTS_URL, a webhook (Slack's or any other), else by the block dflash-alerts that is there.
+    """
+    with usage_errors(), server.available():
+        from prefect.client.orchestration import get_client  # reads Prefect's settings
+
+        from flows import automations
+
+        with get_client(sync_client=True) as client:
+            for name in automations.apply(client, address=os.environ.get(automations.ADDRESS)):
+                print(name)
+
+
 def _log_to_terminal() -> None:
     """The library's own lines, short and once; Prefect's only where something is wrong."""
     console = Console(stderr=True)
@@ -518,6 +533,7 @@ def _show_result(record: "RunRecord", url: str | None) -> None:
         ("report", record.report),
         ("drafter", record.drafter),
         ("verdict", record.verdict and f"{record.verdict}; champion {record.champion}"),
+        ("retrain", record.retraining and f"retraining is {record.retraining}"),
         ("run page", page if url else f"{page} (after: dflash up)"),
     ):
         if text:

@@ -74,9 +74,12 @@ NOTED: dict[str, Any] = {
 class Parts:
     """A run of a recipe: its verifier, pinned and checked, and the parts that a flow can ask for, in order."""
 
-    def __init__(self, settings: Recipe, *, recipe: str, refresh: Sequence[Step] = ()) -> None:
+    def __init__(
+        self, settings: Recipe, *, recipe: str, refresh: Sequence[Step] = (), record: RunRecord | None = None
+    ) -> None:
+        """`record`: where the steps are remembered, if not in that of whoever waits for the run."""
         self.settings = settings
-        self.record = CURRENT.get() or RunRecord(recipe=recipe)
+        self.record = record or CURRENT.get() or RunRecord(recipe=recipe)
         self.record.flow_run_id = runtime.flow_run.id
         self.steps = Steps(self.record, refresh=refresh)
         self.make_shards = runner_of(settings.extraction, settings.verifier)
@@ -109,23 +112,32 @@ class Parts:
         return drafter
 
     def report(self, drafter: Artifact, evaluation_states: Artifact) -> Artifact:
-        """The drafter's report, and the verdict on it; both are put into the record and on the run's page."""
-        config, steps, record = self.settings.evaluation, self.steps, self.record
-        report: Artifact = steps.run("evaluation", evaluation_task, config, drafter, evaluation_states, self.verifier)
-        with steps.watch("evaluation"):
+        """The drafter's report."""
+        report: Artifact = self.steps.run(
+            "evaluation", evaluation_task, self.settings.evaluation, drafter, evaluation_states, self.verifier
+        )
+        self.record.report = str(report.path / "report.md")
+        self.record.drafter = str(drafter.path)
+        self.record.acceptance_length = report.summary["acceptance_length"]
+        return report
+
+    def verdict(self, drafter: Artifact, report: Artifact, evaluation_states: Artifact) -> None:
+        """The verdict on the drafter, put into the record and with the report on the run's page."""
+        with self.steps.watch("evaluation"):
             judged = verdict_task(
-                config, drafter, report, evaluation_states, self.verifier,
+                self.settings.evaluation,
+                drafter,
+                report,
+                evaluation_states,
+                self.verifier,
                 tree_budget=self.settings.training.tree_budget,
-            )  # fmt: skip
-        record.report = str(report.path / "report.md")
-        record.drafter = str(drafter.path)
-        record.acceptance_length = report.summary["acceptance_length"]
-        record.verdict, record.champion = judged["verdict"], judged["champion"]
+            )
+        self.record.verdict, self.record.reason = judged["verdict"], judged["reason"]
+        self.record.champion = judged["champion"]
         self.show(
             (report.path / "report.md").read_text(),
-            f"Drafter: `{record.drafter}`, {judged['verdict']}: {judged['reason']}",
+            f"Drafter: `{self.record.drafter}`, {judged['verdict']}: {judged['reason']}",
         )
-        return report
 
     def show(self, before: str, after: str) -> None:
         """A page that says what came out, and which steps ran."""

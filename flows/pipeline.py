@@ -46,7 +46,7 @@ def pipeline(
     training_states = parts.training_states()
     evaluation_states = parts.evaluation_states()
     drafter = parts.drafter(training_states)
-    parts.report(drafter, evaluation_states)
+    parts.verdict(drafter, parts.report(drafter, evaluation_states), evaluation_states)
     return parts.record
 
 
@@ -136,5 +136,6 @@ def evaluate(
     )
     parts = Parts(settings, recipe=recipe, refresh=refresh)
     found = drafter_of(settings, parts.verifier, name=drafter)
-    parts.report(found, parts.evaluation_states())
+    evaluation_states = parts.evaluation_states()
+    parts.verdict(found, parts.report(found, evaluation_states), evaluation_states)
     return parts.record

@@ -144,13 +144,22 @@ def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
+def upsert(client: SyncPrefectClient, automation: AutomationCore) -> None:
+    """Put an automation on the server; one of that name is replaced, and stays switched off where it was."""
+    found = client.read_automations_by_name(automation.name)
+    for extra in found[1:]:
+        client.delete_automation(extra.id)
+    if found:
+        client.update_automation(found[0].id, automation.model_copy(update={"enabled": found[0].enabled}))
+    else:
+        client.create_automation(automation)
+
+
 def watch_heartbeats(client: SyncPrefectClient, *, silent_after: timedelta = SILENT_AFTER) -> None:
     """Have the server mark runs Crashed that are silent for so long; an automation of that name is replaced."""
-    found = client.read_automations_by_name(AUTOMATION)
     automation = AutomationCore(
         name=AUTOMATION,
         description="Runs whose process, worker or machine died. Written by dflash up.",
-        enabled=found[0].enabled if found else True,
         trigger=EventTrigger(
             type="event",
             posture=Posture.Proactive,
@@ -168,12 +177,7 @@ def watch_heartbeats(client: SyncPrefectClient, *, silent_after: timedelta = SIL
             )
         ],
     )
-    for extra in found[1:]:
-        client.delete_automation(extra.id)
-    if found:
-        client.update_automation(found[0].id, automation)
-    else:
-        client.create_automation(automation)
+    upsert(client, automation)
 
 
 def main() -> int:

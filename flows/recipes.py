@@ -8,12 +8,15 @@ from typing import Any, NamedTuple, get_args
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from dflash.config import Recipe, Step
+from dflash.config import NightlyConfig, Recipe, Step
 
 PREFECT_YAML = "prefect.yaml"
 PIPELINE = "pipeline"
 FLOW_PARAMETERS = ("recipe", "refresh")  # of every flow, beside the recipe's sections
-OWN_PARAMETERS: dict[str, dict[str, Any]] = {"evaluate": {"drafter": str}}
+OWN_PARAMETERS: dict[str, dict[str, Any]] = {
+    "evaluate": {"drafter": str},
+    "nightly-evaluation": {"nightly": NightlyConfig},
+}
 """Of a flow, beside those of every flow, with their types: known here so that nothing waits for Prefect."""
 
 

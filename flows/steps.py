@@ -34,6 +34,8 @@ class RunRecord(BaseModel):
     report: str | None = None
     drafter: str | None = None
     verdict: str | None = None
+    reason: str | None = None
+    retraining: str | None = None
     champion: str | None = None
     flow_run_id: str | None = None
 

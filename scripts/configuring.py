@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dflash.config import Config, Recipe
+from dflash.config import Config, NightlyConfig, Recipe
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "configuring.md"
 LIMITS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
@@ -14,7 +14,7 @@ HEAD = """# Configuring
 
 Written by `python scripts/configuring.py` from `dflash/config.py`, where every setting has its default and its meaning.
 
-A recipe (a deployment of `prefect.yaml`) names what differs from the defaults. `--set` changes settings for one
+A recipe (in `prefect.yaml`) names what differs from the defaults. `--set` changes settings for one
 run, or one plan:
 
 ```
@@ -92,11 +92,12 @@ def document() -> str:
 
 
 def models() -> dict[str, type[BaseModel]]:
-    """Sections of a recipe by their names, then what is nested in them, by the names of their classes."""
+    """Sections of a recipe, and of the nightly evaluation, by their names; then what is nested in them, by classes."""
     found: dict[str, type[BaseModel]] = {}
     for name, field in Recipe.model_fields.items():
         assert isinstance(field.annotation, type)
         found[name] = field.annotation
+    found["nightly"] = NightlyConfig  # of its flow alone
     for model in list(found.values()):
         for field in model.model_fields.values():
             for part in (field.annotation, *get_args(field.annotation)):

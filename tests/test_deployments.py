@@ -18,7 +18,7 @@ from flows.reaper import open_pool
 
 PROJECT = recipes.prefect_yaml().parent
 KNOWN = recipes.registered(recipes.prefect_yaml())
-FLOWS = ["pipeline", "prepare-data", "train-drafter", "evaluate"]
+FLOWS = ["pipeline", "prepare-data", "train-drafter", "evaluate", "nightly-evaluation"]
 PUBLISHED = "evaluate/evaluate-published"  # of no recipe: nothing is trained
 pytestmark = pytest.mark.xdist_group("flows")
 
@@ -49,6 +49,10 @@ def test_each_deployment_fits_its_flow_and_says_what_it_is(name: str) -> None:
     assert verifiers <= {deployment["tags"][1]}
     assert deployment["tags"][2] in ("pipeline", "data", "training", "evaluation")
     assert deployment["tags"][3] in ("cpu", "gpu")
+    for schedule in deployment.get("schedules", []):
+        assert schedule["timezone"]
+        assert schedule.get("active", True) == (deployment["tags"][3] == "cpu")
+    assert bool(deployment.get("schedules")) == (flow.name == "nightly-evaluation")
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +65,13 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 def registered(client: SyncPrefectClient) -> dict[str, dict[str, Any]]:
     """What the server knows of each deployment, times of change and such left out."""
     volatile = {"created", "updated", "updated_by", "created_by", "last_polled", "version_id", "version_info", "labels"}
-    return {name: client.read_deployment_by_name(name).model_dump(mode="json", exclude=volatile) for name in KNOWN}
+    found = {name: client.read_deployment_by_name(name).model_dump(mode="json", exclude=volatile) for name in KNOWN}
+    for deployment in found.values():
+        deployment["schedules"] = [(one["slug"], one["schedule"], one["active"]) for one in deployment["schedules"]]
+    return found
 
 
+@pytest.mark.timeout(600)  # on a busy machine
 def test_registering_does_what_prefect_deploy_does_and_again_changes_nothing(
     client: SyncPrefectClient, prefect_server: str
 ) -> None:
@@ -76,10 +84,19 @@ def test_registering_does_what_prefect_deploy_does_and_again_changes_nothing(
         assert there["global_concurrency_limit"]["limit"] == 1
     register(client, recipes.prefect_yaml())
     assert registered(client) == before
+    # what a person has switched in the UI stays
+    nightly = "nightly-evaluation/qwen3-8b-ddtree"
+    (schedule,) = client.read_deployment_by_name(nightly).schedules
+    assert (schedule.slug, schedule.active) == ("every-night", False)
+    client.update_deployment_schedule(schedule.deployment_id, schedule.id, active=True)
+    register(client, recipes.prefect_yaml())
+    assert [one.active for one in client.read_deployment_by_name("nightly-evaluation/qwen3-8b-ddtree").schedules] == [
+        True
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"],
         env={**os.environ, "PREFECT_API_URL": prefect_server, "PWD": str(PROJECT)},
-        cwd=PROJECT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200,
+        cwd=PROJECT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert registered(client) == before

@@ -58,13 +58,18 @@ def figures(report: Mapping[str, Any], *, history: History) -> dict[str, plots.F
             ylabel="share of rounds",
         )
     if history:
-        found["history"] = plots.lines(
-            {heading(method): list(points) for method, points in history.items()},
-            title="Acceptance length of this verifier's drafters",
-            xlabel="evaluated",
-            ylabel="acceptance length",
-        )
+        found["history"] = history_figure(history)
     return found
+
+
+def history_figure(history: History) -> plots.Figure:
+    """The acceptance length of each method over time."""
+    return plots.lines(
+        {heading(method): list(points) for method, points in history.items()},
+        title="Acceptance length of this verifier's drafters",
+        xlabel="evaluated",
+        ylabel="acceptance length",
+    )
 
 
 @cache

@@ -28,8 +28,9 @@ def tracked_run(
     group: str,
     settings: dict[str, Any],
     history: Sequence[dict[str, float]],
+    step: str = STEP,
 ) -> Iterator[Callable[[dict[str, float]], None]]:
-    """Yields the function that logs a row; every value is plotted over `train/step`, which each row holds and W&B too
+    """Yields the function that logs a row; every value is plotted over `step`, which each row holds and W&B too
     counts by: rows of one step are one, and what is logged again when training continues is not doubled.
 
     `history` are the rows of an interrupted run up to its checkpoint: those that W&B lost with the killed process, or
@@ -53,16 +54,16 @@ def tracked_run(
         dir=home(),
         settings=wandb.Settings(console="off", silent=True),
     )
-    run.define_metric(STEP)
-    run.define_metric("*", step_metric=STEP)
+    run.define_metric(step)
+    run.define_metric("*", step_metric=step)
 
     def log_row(row: dict[str, float]) -> None:
         # what was stopped while validating has ended the row of its step, and W&B drops rows that come too late
-        run.log(row, step=max(int(row[STEP]), run.step))
+        run.log(row, step=max(int(row[step]), run.step))
 
     try:
         for row in history:
-            if row[STEP] >= run.step:
+            if row[step] >= run.step:
                 log_row(row)
         yield log_row
     except BaseException:  # not `with run`: that prints a traceback for every interruption
