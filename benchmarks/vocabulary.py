@@ -22,7 +22,9 @@ from dflash.drafter.export import load_drafter
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
 from dflash.hidden.store import HiddenStates
 from dflash.manifests import Artifact, home, load_manifest
-from dflash.training.loop import coverage, draft_vocabulary, train
+from dflash.training.data import coverage
+from dflash.training.loop import train
+from dflash.training.start import draft_vocabulary
 from flows.recipes import load_recipe
 
 BUDGET = 64
