@@ -672,6 +672,13 @@ class EvaluationConfig(Config):
         description="Of acceptance lengths, below which a drafter is no better than the champion.",
         json_schema_extra=PRACTICAL,
     )
+    minimum_conversations: int = Field(
+        8,
+        title="Least conversations",
+        ge=2,
+        description="With fewer, drafters are not comparable: an interval of so few is wrong more often than it says.",
+        json_schema_extra=PRACTICAL,
+    )
 
     @field_validator("budgets")
     @classmethod

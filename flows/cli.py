@@ -251,6 +251,9 @@ def compare(
     minimum_difference: Annotated[
         float, typer.Option(min=0, help="Of acceptance lengths, below which they are the same.")
     ] = EvaluationConfig.model_fields["minimum_difference"].default,
+    minimum_conversations: Annotated[
+        int, typer.Option(min=2, help="With fewer they are not comparable.")
+    ] = EvaluationConfig.model_fields["minimum_conversations"].default,
     as_json: Json = False,
 ) -> None:
     """Compare two drafters on the same responses: exit 0 where the first is better or the same, 1 where it is worse, 3
@@ -265,6 +268,7 @@ def compare(
             other,
             method=method or judging.method_of(one.report["methods"]),
             minimum_difference=minimum_difference,
+            minimum_conversations=minimum_conversations,
             seed=evaluation.SEED,
         )
     table = _table("category", "verdict", "reason", title=f"{found.candidate} against {found.champion}, {found.method}")

@@ -56,7 +56,7 @@ def verdict(
     tree_budget: int,
 ) -> dict[str, Any]:
     """History, verdict against the champion, promotion; an event `dflash.verdict` says what came out."""
-    from dflash.decoding.judging import judge
+    from dflash.decoding.judging import judge, markdown
 
     judgement = judge(config, drafter, report, hidden_states, verifier, tree_budget=tree_budget)
     facts: dict[str, Any] = dataclasses.asdict(dataclasses.replace(judgement, comparison=None))
@@ -66,8 +66,5 @@ def verdict(
         resource={"prefect.resource.id": f"dflash.drafter.{drafter.key}", "prefect.resource.name": drafter.key},
         payload=facts | {"drafter": drafter.key, "report": report.key, "verifier": verifier.identity},
     )
-    lines = [f"**{judgement.verdict}**: {judgement.reason}", f"Champion: `{judgement.champion}`"]
-    if judgement.comparison:
-        lines += [f"* {name}: {part.verdict} ({part.reason})" for name, part in judgement.comparison.categories.items()]
-    create_markdown_artifact("\n\n".join(lines), key="verdict", description="Against the verifier's champion")
+    create_markdown_artifact(markdown(judgement), key="verdict", description="Against the verifier's champion")
     return facts

@@ -4,6 +4,7 @@ $DFLASH_HOME/champions/<verifier identity>.json     who it is
 $DFLASH_HOME/champions/<verifier identity>.jsonl    every promotion there was, oldest first
 """
 
+import logging
 import os
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +13,8 @@ from filelock import FileLock
 from pydantic import AwareDatetime, BaseModel, ConfigDict
 
 from dflash.manifests import home, write_atomically
+
+log = logging.getLogger(__name__)
 
 
 class Champion(BaseModel):
@@ -67,23 +70,31 @@ def promote(
                 f"{instead_of.drafter if instead_of else 'nobody'} any more; compare {drafter} with it"
             )
         # the log first: where the alias is not written any more, its last line says what was meant
-        with (folder / f"{verifier}.jsonl").open("a") as log:
-            log.write(new.model_dump_json() + "\n")
-            log.flush()
-            os.fsync(log.fileno())
+        with (folder / f"{verifier}.jsonl").open("a+b") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            torn = file.read(1) not in (b"", b"\n")  # by a crash within a line
+            file.write(b"\n" * torn + new.model_dump_json().encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
         write_atomically(folder / f"{verifier}.json", new.model_dump_json(indent=1) + "\n")
     return new
 
 
 def promotions(verifier: str) -> list[Champion]:
-    """Every promotion, oldest first. Raises ValueError naming the line of the log that is damaged."""
+    """Every promotion, oldest first. Raises ValueError naming the line of the log that is damaged.
+
+    A line without its end is of a promotion that a crash has prevented: it is left out, and logged.
+    """
     path = _champions() / f"{verifier}.jsonl"
     found = []
-    # not splitlines: JSON leaves some of its line ends in a reason as they are
-    lines = path.read_text().removesuffix("\n").split("\n") if path.exists() else []
+    # not splitlines: JSON leaves some of its line ends in a reason as they are; and a crash may leave half a letter
+    lines = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             found.append(Champion.model_validate_json(line))
         except ValueError as error:
+            if not line.endswith(b"}"):
+                log.warning("%s:%d: left out, as it has no end: nothing was promoted by it", path, number)
+                continue
             raise ValueError(f"{path}:{number}: unreadable ({str(error).splitlines()[0]}); remove the line") from None
     return found

@@ -14,6 +14,7 @@ from dflash.decoding.acceptance import CHAIN, method_name, num_nodes
 from dflash.decoding.champions import Champion, Overtaken, champion_of, promote
 from dflash.decoding.evaluation import SEED, evaluate, usual_budget
 from dflash.decoding.history import append
+from dflash.decoding.tables import code, escaped
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
 from dflash.drafter.export import read_config
 from dflash.keys import evaluation_key
@@ -69,6 +70,7 @@ def judge(
             load_evaluated(rival.path),
             method=method_of(candidate.report["methods"], tree_budget=tree_budget),
             minimum_difference=config.minimum_difference,
+            minimum_conversations=config.minimum_conversations,
             seed=SEED,
         )
         verdict, reason = comparison.verdict, f"{comparison.method}: {comparison.reason}"
@@ -90,6 +92,15 @@ def judge(
             return judge(config, drafter, report, hidden_states, verifier, tree_budget=tree_budget)
     log.info("verdict on %s: %s (%s)", drafter.key, verdict, reason)
     return Judgement(verdict, reason, promoted, champion.drafter if champion else None, comparison)
+
+
+def markdown(judgement: Judgement) -> str:
+    """The verdict as text for a UI, with that of each category where drafters were compared."""
+    lines = [f"**{judgement.verdict}**: {escaped(judgement.reason)}", f"Champion: {code(judgement.champion or 'none')}"]
+    if judgement.comparison:
+        parts = judgement.comparison.categories.items()
+        lines += ["\n".join(f"* {escaped(name)}: {part.verdict} ({escaped(part.reason)})" for name, part in parts)]
+    return "\n\n".join(lines) + "\n"
 
 
 def _report_on(

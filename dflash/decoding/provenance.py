@@ -4,7 +4,7 @@ Reads manifests and corpora. Knows no model and no report.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import polars as pl
@@ -25,6 +25,12 @@ def _sources(identity: str, known: Iterable[Manifest]) -> Iterator[Manifest]:
         identity = inputs[0]
 
 
+def thinking(variables: Mapping[str, Any]) -> str:
+    """What a template's variables make of thinking, in the words of `verifier.thinking`: on, off, or default."""
+    asked = variables.get("enable_thinking", "default")
+    return {True: "on", False: "off"}[asked] if isinstance(asked, bool) else str(asked)
+
+
 def conditions(identity: str, *, dtype: str, chat: dict[str, Any]) -> dict[str, Any]:
     """How the answers were made that an artifact's hidden states are of. `chat` is the store's; None is not known.
 
@@ -35,7 +41,7 @@ def conditions(identity: str, *, dtype: str, chat: dict[str, Any]) -> dict[str, 
     return {
         "dtype": dtype,
         "template": tokenization and tokenization.inputs.get("tokenizer"),
-        "thinking": chat.get("options", {}).get("variables", {}).get("enable_thinking", "default") if chat else None,
+        "thinking": thinking(chat.get("options", {}).get("variables", {})) if chat else None,
         "max_new_tokens": generation and generation.config.get("max_new_tokens"),
     }
 

@@ -16,8 +16,8 @@ from dflash.decoding.adviser import PLAIN, Costs, advise
 from dflash.decoding.responses import RECALL_AT, Response
 from dflash.decoding.statistics import tau_intervals
 
-SCHEMA_VERSION = 1
-"""Of report.json and of what its numbers mean: raised when a field changes or a definition does."""
+SCHEMA_VERSION = 2
+"""Of report.json: raised by one when a field is added, removed or renamed, and when what a number means changes."""
 
 
 def assemble(
@@ -104,6 +104,7 @@ def _numbers(group: Sequence[Response], *, methods: Sequence[str], num_slots: in
     intervals = tau_intervals(
         [[sum(response.accepted[method]) for method in methods] for response in group],
         [[len(response.accepted[method]) for method in methods] for response in group],
+        conversations_R=[response.conversation for response in group],
         seed=seed,
     )
     tokens = sum(response.num_tokens for response in group)
@@ -111,6 +112,7 @@ def _numbers(group: Sequence[Response], *, methods: Sequence[str], num_slots: in
     asked = [response for response in group if response.num_on_policy is not None]
     return {
         "responses": len(group),
+        "conversations": len({response.conversation for response in group}),
         "tokens": tokens,
         "truncated": truncated,
         "truncated_share": truncated / len(group),
@@ -175,8 +177,8 @@ def _calibration(group: Sequence[Response], method: str, *, num_slots: int) -> d
 def _notes(overall: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing the numbers."""
     notes = []
-    if overall["responses"] == 1:
-        notes.append("One response: there is no interval, and no verdict can be based on it.")
+    if overall["conversations"] == 1:
+        notes.append("One conversation: there is no interval, and no verdict can be based on it.")
     if overall["truncated"] == overall["responses"]:
         notes.append("Every response was cut at the length limit: how drafts fare near an end is not measured.")
     elif overall["truncated_share"] > 0.5:

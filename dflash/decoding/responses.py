@@ -53,6 +53,11 @@ class Response:
         """The same for the same response in the report of another drafter."""
         return self.set, self.id, self.content
 
+    @property
+    def conversation(self) -> tuple[str, str]:
+        """The same for all answers of a conversation, whose rows have ids `<conversation>#<turn>`."""
+        return self.set, self.id.partition("#")[0]
+
     def acceptance(self, method: str, *, num_slots: int) -> Acceptance:
         return Acceptance.of_response(self.accepted[method], num_tokens=self.num_tokens, num_slots=num_slots)
 

@@ -112,23 +112,25 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
             "1 + accepted / rounds, over all rounds of the category. A round is one draft and one verification; the 1 "
             "is the token that the verifier adds of its own. Accepted tokens beyond the end of a response never count. "
             "The chain is the drafter's best token of each slot; tree N is its N most probable prefixes. In brackets "
-            "the 95 % interval of a bootstrap over responses; with a single response there is none.",
+            "the 95 % interval of a bootstrap over conversations; with a single one there is none.",
         ),
         Table(
             "Responses",
-            ["category", "responses", "tokens", "cut at the limit", "on policy"],
+            ["category", "responses", "conversations", "tokens", "cut at the limit", "on policy"],
             [
                 [
                     name,
                     f"{numbers['responses']:,}",
+                    f"{numbers['conversations']:,}",
                     f"{numbers['tokens']:,}",
                     _share(numbers["truncated_share"]),
                     _share(numbers["on_policy_share"]),
                 ]
                 for name, numbers in groups(report)
             ],
-            "Cut at the limit: responses that ended because of the longest length allowed. On policy: tokens that are "
-            "the verifier's own greedy choice after the tokens before them.",
+            "A conversation has a response for each turn asked. Cut at the limit: responses that ended because of the "
+            "longest length allowed. On policy: tokens that are the verifier's own greedy choice after the "
+            "tokens before them.",
         ),
         Table(
             "Mean over responses",
@@ -263,14 +265,16 @@ def _live(live: Mapping[str, Any]) -> list[Table]:
                     heading(run["method"]),
                     f"{run['tokens']:,}",
                     f"{run['rounds']:,}",
-                    _same(run["text_equal"]),
+                    "near-tie" if run["near_tie"] else _same(run["text_equal"]),
                     _same(run["rounds_equal"]),
                 ]
                 for run in live["runs"]
             ],
             f"{live['prompts']} of the prompts, decoded again by verifier and drafter together. Same text: token for "
-            "token the stored response, which the verifier gave alone. Same rounds: as many rounds as in replay, each "
-            "accepting as many tokens. Both are expected in float32; in lower precision near-ties may fall otherwise.",
+            "token the stored response, which the verifier gave alone; near-tie: another text, from a token on that "
+            "the verifier likes as well as the stored one, up to rounding. Same rounds: where the text is the same, as "
+            "many as in replay, each accepting as many tokens. Both are expected in float32, near-ties excepted; in "
+            "lower precision there are more of them.",
         )
     ]
     if live["speedup"]:
@@ -285,7 +289,7 @@ def _live(live: Mapping[str, Any]) -> list[Table]:
                         _factor(live["speedup"].get(method, 1.0)),
                         f"{(timed['tokens'] - live['prompts']) / sum(timed['seconds'].values()):,.1f}",
                         *(f"{timed['seconds'][part]:,.2f} s" for part in parts),
-                        _share(1 - timed["rounds"] / live["timing"][PLAIN]["rounds"]),
+                        _share(1 - timed["passes"] / live["timing"][PLAIN]["passes"]),
                     ]
                     for method, timed in live["timing"].items()
                 ],
@@ -336,19 +340,19 @@ def headline(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*found, ("speedup", NOT_MEASURED)]
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that a markdown table or list item shows as it is, on one line."""
-    return " ".join(re.sub(r"[\\|<*\[`]", r"\\\g<0>", text).split())
+    return " ".join(re.sub(r"[\\|<*\[`~&]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", text).split())
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """Text as a code span, on one line; there a backslash is itself."""
     return "`" + (" ".join(text.replace("`", "'").split()) or " ") + "`"
 
 
 def markdown_table(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(map(_escaped, cells)) + " |"
+        return "| " + " | ".join(map(escaped, cells)) + " |"
 
     rule = "|---|" + "--:|" * (len(table.header) - 1)
     return "\n".join([f"## {table.title}", "", line(table.header), rule, *map(line, table.rows), "", table.definition])
@@ -356,16 +360,16 @@ def markdown_table(table: Table) -> str:
 
 def markdown(report: Mapping[str, Any]) -> str:
     """report.md: the tables, each with the definition of its numbers below it."""
-    sections = [f"# {title(report)}", introduction(report)]
+    sections = [f"# {escaped(title(report))}", escaped(introduction(report))]
     sections += [f"* {name}: **{value}**" for name, value in headline(report)]
-    sections += [f"> {note}" for note in report["notes"]]
+    sections += [f"> {escaped(note)}" for note in report["notes"]]
     sections += map(markdown_table, tables(report))
     if report["worst"]:
         sections += ["## Worst cases", WORST]
         sections += [
-            f"* {_escaped(case['id'])} ({_escaped(case['category'])}), {heading(case['method'])}: "
+            f"* {escaped(case['id'])} ({escaped(case['category'])}), {heading(case['method'])}: "
             f"{_number(case['acceptance_length'])} over {case['rounds']:,} rounds; {case['accepted_there']} accepted "
-            f"in the {case['rounds_there']} rounds from token {case['start']:,}: {_code(case['text'])}"
+            f"in the {case['rounds_there']} rounds from token {case['start']:,}: {code(case['text'])}"
             for case in report["worst"]
         ]
     if not report["live"]["prompts"]:

@@ -3,7 +3,7 @@
     better   the interval of the difference lies above 0, and the difference is at least the minimum
     worse    the same with the roles exchanged
     same     neither: the reason says whether the difference is too small or too uncertain
-    not comparable   other verifiers, conditions, definitions or responses, or too few of them for an interval
+    not comparable   other verifiers, conditions, definitions or responses, or too few conversations to go by
 
 Knows no model, and not who the champion is.
 """
@@ -48,6 +48,7 @@ class Difference:
     verdict: Verdict
     reason: str
     responses: int
+    conversations: int = 0
     candidate: float | None = None
     champion: float | None = None
     difference: float | None = None
@@ -98,17 +99,25 @@ def _obstacle(candidate: Evaluated, champion: Evaluated, *, method: str) -> str 
 
 
 def _judge(
-    pairs: Sequence[tuple[Response, Response]], *, method: str, minimum_difference: float, seed: int
+    pairs: Sequence[tuple[Response, Response]],
+    *,
+    method: str,
+    minimum_difference: float,
+    minimum_conversations: int,
+    seed: int,
 ) -> Difference:
     sums = [[(sum(r.accepted[method]), len(r.accepted[method])) for r in side] for side in zip(*pairs, strict=True)]
-    paired = paired_difference(*sums, seed=seed)
+    paired = paired_difference(*sums, conversations_R=[one.conversation for one, _ in pairs], seed=seed)
     if paired is None:
         return Difference("not comparable", "no response has a round", responses=len(pairs))
-    verdict, reason = _verdict(paired, minimum_difference=minimum_difference)
+    verdict, reason = _verdict(
+        paired, minimum_difference=minimum_difference, minimum_conversations=minimum_conversations
+    )
     return Difference(
         verdict,
         reason,
         responses=len(pairs),
+        conversations=paired.conversations,
         candidate=paired.first,
         champion=paired.second,
         difference=paired.difference,
@@ -116,12 +125,14 @@ def _judge(
     )
 
 
-def _verdict(paired: Paired, *, minimum_difference: float) -> tuple[Verdict, str]:
-    if paired.interval is None:
-        return "not comparable", "fewer than two responses have rounds: no interval; evaluate on more"
-    low, high = paired.interval
-    facts = f"{paired.first:.3f} against {paired.second:.3f}, {paired.difference:+.3f} ({low:+.3f} to {high:+.3f})"
-    if low <= 0 <= high:
+def _verdict(paired: Paired, *, minimum_difference: float, minimum_conversations: int) -> tuple[Verdict, str]:
+    facts = f"{paired.first:.3f} against {paired.second:.3f}, {paired.difference:+.3f}"
+    if paired.interval:
+        facts += f" ({paired.interval[0]:+.3f} to {paired.interval[1]:+.3f})"
+    if paired.interval is None or paired.conversations < minimum_conversations:
+        few = max(2, minimum_conversations)
+        return "not comparable", f"{facts}: {paired.conversations} conversations, of {few} that it takes; evaluate more"
+    if paired.interval[0] <= 0 <= paired.interval[1]:
         return "same", f"{facts}: the interval holds 0"
     if abs(paired.difference) < minimum_difference:
         return "same", f"{facts}: less than the minimum difference {minimum_difference:g}"
@@ -129,14 +140,22 @@ def _verdict(paired: Paired, *, minimum_difference: float) -> tuple[Verdict, str
 
 
 def compare(
-    candidate: Evaluated, champion: Evaluated, *, method: str, minimum_difference: float, seed: int
+    candidate: Evaluated,
+    champion: Evaluated,
+    *,
+    method: str,
+    minimum_difference: float,
+    minimum_conversations: int,
+    seed: int,
 ) -> Comparison:
-    """Compare the acceptance length of one method on the same responses, by a paired bootstrap over responses.
+    """Compare the acceptance length of one method on the same responses, by a paired bootstrap over conversations.
 
     The verdict is that of all responses; it is symmetric: exchanging the two exchanges better and worse.
     """
     if not minimum_difference >= 0:
         raise ValueError(f"minimum_difference {minimum_difference} must be 0 or more")
+    if minimum_conversations < 2:
+        raise ValueError(f"minimum_conversations {minimum_conversations} must be 2 or more: one has no interval")
     names = {"candidate": candidate.report["drafter"], "champion": champion.report["drafter"]}
     if obstacle := _obstacle(candidate, champion, method=method):
         return Comparison("not comparable", obstacle, method, minimum_difference, **names)
@@ -147,7 +166,13 @@ def compare(
         by_category.setdefault(name, []).append(pair)
 
     def judge(some: Sequence[tuple[Response, Response]]) -> Difference:
-        return _judge(some, method=method, minimum_difference=minimum_difference, seed=seed)
+        return _judge(
+            some,
+            method=method,
+            minimum_difference=minimum_difference,
+            minimum_conversations=minimum_conversations,
+            seed=seed,
+        )
 
     overall = judge(pairs)
     return Comparison(

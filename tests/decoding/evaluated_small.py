@@ -14,7 +14,7 @@ from dflash.decoding.worst import worst_cases
 NUM_SLOTS = 7
 BUDGETS = (8, 64, 512)
 VERIFIER = {"name": "tiny", "identity": "0123456789abcdef", "dtype": "float32"}
-LIVE = {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": []}
+LIVE = {"prompts": 0, "text_equal": None, "near_ties": None, "rounds_equal": None, "runs": []}
 CONDITIONS = {"dtype": "float32", "template": "t1", "thinking": "default", "max_new_tokens": 128}
 COSTS = Costs(draft_seconds=0.002, verify=((0, 0.02), (64, 0.022), (256, 0.04)), source="given")
 
@@ -86,7 +86,7 @@ def small_report(responses: Sequence[Response], **changes: Any) -> dict[str, Any
         "drafter": "training-1",
         "verifier": VERIFIER,
         "hidden_states": {"bundled": "extraction-1"},
-        "conditions": {"template": "t1", "thinking": None},
+        "conditions": {"template": "t1", "thinking": "default"},
         "num_slots": NUM_SLOTS,
         "seed": 0,
         "live": LIVE,
@@ -94,12 +94,12 @@ def small_report(responses: Sequence[Response], **changes: Any) -> dict[str, Any
     return assemble(responses, **given | changes)
 
 
-def timing(*, rounds: int, verify: float) -> dict[str, Any]:
+def timing(*, passes: int, verify: float) -> dict[str, Any]:
     """A second for drafts, trees and commits together, but in plain decoding."""
-    rest = 0.0 if rounds == 59 else 0.5
+    rest = 0.0 if passes == 59 else 0.5
     return {
         "tokens": 60,
-        "rounds": rounds,
+        "passes": passes,
         "seconds": {"draft": rest, "tree": rest / 2, "verify": verify, "commit": rest / 2},
     }
 
@@ -114,17 +114,18 @@ def full_report(responses: Sequence[Response]) -> dict[str, Any]:
         ),
         trained={"rows": 100, "overlap": 1, "conditions": CONDITIONS},
         evaluated=CONDITIONS,
-        parity={"agreement": 1.0, "compared": 900, "rounds": 80, "defect": "", "explanation": ""},
+        parity={"agreement": 1.0, "compared": 900, "rounds": 80, "near_ties": 1, "defect": "", "explanation": ""},
         warnings=["1 of 12 prompts are in the training data."],
         live={
             "prompts": 1,
             "text_equal": True,
+            "near_ties": 0,
             "rounds_equal": False,
-            "runs": [run | {"text_equal": True, "rounds_equal": False}],
+            "runs": [run | {"text_equal": True, "near_tie": False, "rounds_equal": False}],
             "timing": {
-                "plain": timing(rounds=59, verify=10.0),
-                "chain": timing(rounds=30, verify=6.0),
-                "tree64": timing(rounds=20, verify=4.0),
+                "plain": timing(passes=59, verify=10.0),
+                "chain": timing(passes=30, verify=6.0),
+                "tree64": timing(passes=20, verify=4.0),
             },
         },
     )

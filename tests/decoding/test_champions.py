@@ -66,6 +66,26 @@ def test_damage_is_one_line_with_its_remedy_and_the_remedy_works(home: Path) -> 
         crown(2, instead_of=first)
     alias.write_text(log.read_text().splitlines()[-1])
     assert champion_of("v") == first
-    log.write_text(log.read_text() + '{"drafter": "trai\n')
-    with pytest.raises(ValueError, match=r"v\.jsonl:2: unreadable"):
+    log.write_text(log.read_text() + '{"drafter": "training-2"}\n')
+    with pytest.raises(ValueError, match=r"v\.jsonl:2: unreadable .*; remove the line"):
         promotions("v")
+
+
+@pytest.mark.parametrize("cut", [1, 10, -3, -1])
+def test_a_line_that_a_crash_has_cut_is_left_out_loudly_and_the_next_one_is_whole(
+    home: Path, caplog: pytest.LogCaptureFixture, cut: int
+) -> None:
+    first = crown(1, instead_of=None)
+    alias, log = home / "champions" / "v.json", home / "champions" / "v.jsonl"
+    before, whole = alias.read_bytes(), log.read_bytes()
+    promote("v", drafter="training-é", report="r", reason="better", promoted=NOW, instead_of=first)
+    alias.write_bytes(before)  # which is written after the log
+    log.write_bytes(whole + log.read_bytes()[len(whole) :][:cut])
+    known = len(promotions("v"))
+    assert known == (2 if cut == -1 else 1), "all but the end of the line is there"
+    assert [record.message for record in caplog.records] == (
+        [] if cut == -1 else [f"{log}:2: left out, as it has no end: nothing was promoted by it"]
+    )
+    third = crown(3, instead_of=first)
+    assert promotions("v")[-1] == third == champion_of("v")
+    assert len(promotions("v")) == known + 1

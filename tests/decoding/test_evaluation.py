@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 import torch
 from decoding_small import make_verifier, teach
+from test_report import documented_fields, fields
 
 from dflash.bundled import resolve
 from dflash.config import (
@@ -27,6 +28,7 @@ from dflash.decoding import evaluation as stage
 from dflash.decoding.evaluation import evaluate, possible_budgets, spread, usual_budget
 from dflash.decoding.history import history_path
 from dflash.decoding.live import Measured
+from dflash.decoding.near_ties import NEAR_TIE
 from dflash.decoding.parity import REFERENCE, remember
 from dflash.decoding.responses import read_responses
 from dflash.drafter.export import save_drafter
@@ -141,6 +143,7 @@ def test_replay_and_live_decoding_agree_in_the_report(inputs: Inputs, stored: st
     report = json.loads((artifact.path / "report.json").read_text())
     assert report["live"]["prompts"] == 3
     assert report["live"]["text_equal"] is True
+    assert report["live"]["near_ties"] == 0
     assert report["live"]["rounds_equal"] is True
     assert [run["method"] for run in report["live"]["runs"]] == ["chain", "tree4", "tree16"] * 3
     assert len({run["category"] for run in report["live"]["runs"]}) == 3
@@ -165,12 +168,16 @@ def test_without_live_prompts_the_verifier_is_not_loaded(inputs: Inputs, monkeyp
     monkeypatch.setattr(stage, "load_verifier", None)
     artifact = evaluate(inputs.config(), inputs.drafter, inputs.hidden_states, inputs.verifier)
     live = json.loads((artifact.path / "report.json").read_text())["live"]
-    assert live == {"prompts": 0, "text_equal": None, "rounds_equal": None, "runs": [], "speedup": None}
+    assert live == {
+        "prompts": 0, "text_equal": None, "near_ties": None, "rounds_equal": None, "runs": [], "speedup": None,
+    }  # fmt: skip
 
 
 def test_everything_of_the_report_is_there(inputs: Inputs) -> None:
-    artifact = evaluate(inputs.config(live_prompts=2), inputs.drafter, inputs.hidden_states, inputs.verifier)
+    config = inputs.config(live_prompts=2, parity="on")
+    artifact = evaluate(config, inputs.drafter, inputs.hidden_states, inputs.verifier)
     report = json.loads((artifact.path / "report.json").read_text())
+    assert fields(report) == documented_fields()
     assert report["overall"]["recall"]["slots"] > 0
     assert report["overall"]["calibration"]["tree16"]["rounds"] > 0
     assert report["adviser"]["source"] == "measured"
@@ -178,14 +185,14 @@ def test_everything_of_the_report_is_there(inputs: Inputs) -> None:
     timing = report["live"]["timing"]
     for (_, seconds), method in zip(report["adviser"]["verify"], ("plain", "tree4", "chain", "tree16"), strict=True):
         parts = (timing[method]["seconds"][step] for step in ("tree", "verify", "commit"))
-        assert seconds == pytest.approx(sum(parts) / timing[method]["rounds"])
+        assert seconds == pytest.approx(sum(parts) / timing[method]["passes"])
     drafts = [timing[method] for method in ("chain", "tree4", "tree16")]
-    draft_seconds = sum(part["seconds"]["draft"] for part in drafts) / sum(part["rounds"] for part in drafts)
+    draft_seconds = sum(part["seconds"]["draft"] for part in drafts) / sum(part["passes"] for part in drafts)
     assert report["adviser"]["draft_seconds"] == pytest.approx(draft_seconds)
     assert {row["method"] for row in report["adviser"]["methods"]} == {"chain", "tree4", "tree16"}
     assert set(report["live"]["timing"]) == {"plain", "chain", "tree4", "tree16"}
     assert set(report["live"]["speedup"]) == {"chain", "tree4", "tree16"}
-    assert report["live"]["timing"]["chain"]["rounds"] < report["live"]["timing"]["plain"]["rounds"]
+    assert report["live"]["timing"]["chain"]["passes"] < report["live"]["timing"]["plain"]["passes"]
     case = report["worst"][0]
     assert case["acceptance_length"] == min(one["acceptance_length"] for one in report["worst"])
     by_id = {response.id: response for response in read_responses(artifact.path)}
@@ -279,12 +286,22 @@ def test_other_rounds_are_reported_and_logged(
     assert inputs.store.rows[0].id in caplog.text
 
 
+def test_near_ties_of_the_verifier_are_counted_in_the_report(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    live_with(monkeypatch, ids=[0], accepted=[])
+    monkeypatch.setitem(NEAR_TIE, "float32", 1e9)
+    live = inputs.report(live_prompts=1, budgets=(7,))["live"]
+    assert (live["text_equal"], live["near_ties"], live["rounds_equal"]) == (False, 1, True)
+    assert [run["near_tie"] for run in live["runs"]] == [True, False]
+    assert [run["rounds_equal"] for run in live["runs"]] == [None, True]
+
+
 def test_the_gate_passes_what_another_process_drafts_as_in_training(inputs: Inputs) -> None:
     for drafter in (inputs.drafter, inputs.save(inputs.taught, remembered=True, seed=1)):
         parity = inputs.report(drafter, parity="on")["parity"]
         assert parity["agreement"] == 1
         assert parity["compared"] > 100
         assert parity["rounds"] > 10
+        assert parity["near_ties"] == 0
 
 
 def test_there_is_no_report_of_a_drafter_that_is_not_what_was_trained(inputs: Inputs) -> None:
@@ -368,7 +385,7 @@ def test_other_conditions_than_in_training_are_warned_of(inputs: Inputs, caplog:
     thinking = {"template_sha256": None, "options": {"variables": {"enable_thinking": False}}}
     drafter = inputs.save(inputs.taught, seed=4, verifier=trained_for, chat=thinking)
     report = inputs.report(drafter)
-    for warning in ("dtype: bfloat16 in training, float32 here", "thinking: False in training, default here"):
+    for warning in ("dtype: bfloat16 in training, float32 here", "thinking: off in training, default here"):
         assert any(warning in note for note in report["notes"])
         assert warning in caplog.text
     conditions = report["trained"]["conditions"]
@@ -390,7 +407,7 @@ def test_a_set_of_one_response_that_was_cut_is_reported_as_such(inputs: Inputs) 
     assert report["overall"]["tokens"] == 9
     assert set(report["overall"]["interval"].values()) == {None}
     notes = " ".join(report["notes"])
-    for note in ("One response", "Every response was cut", "not checked", "max_new_tokens: 40 in training, 9 here"):
+    for note in ("One conversation", "Every response was cut", "not checked", "max_new_tokens: 40 in training, 9 here"):
         assert note in notes
 
 

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from dflash.decoding.champions import champion_of, promotions
 from dflash.decoding.evaluation import evaluate
 from dflash.decoding.history import read_history
-from dflash.decoding.judging import Judgement, judge, method_of
+from dflash.decoding.judging import Judgement, judge, markdown, method_of
 from dflash.decoding.responses import write_responses
+from dflash.decoding.verdict import Comparison, Difference
 from dflash.keys import evaluation_key
 from dflash.manifests import Artifact, find, home
 from flows.cli import app
@@ -83,6 +84,16 @@ def test_a_champion_that_is_gone_is_not_compared_with(judged: Judged) -> None:
         aside.rename(judged.strong.path)
     assert (found.verdict, found.promoted, found.champion) == ("not comparable", False, judged.strong.key)
     assert "is not whole any more" in found.reason
+
+
+def test_the_verdict_shows_names_as_they_are() -> None:
+    part = Difference("same", "it <holds> 0", responses=3)
+    comparison = Comparison("same", "it", "chain", 0.1, "a", "b", overall=part, categories={"*x*|y": part, "z": part})
+    judgement = Judgement("same", "tree16: _it_", promoted=False, champion=None, comparison=comparison)
+    assert markdown(judgement).splitlines() == [
+        r"**same**: tree16: \_it\_", "", "Champion: `none`", "",
+        r"* \*x\*\|y: same (it \<holds> 0)", r"* z: same (it \<holds> 0)",
+    ]  # fmt: skip
 
 
 def test_drafters_are_compared_by_their_deployment_where_it_was_evaluated() -> None:

@@ -6,23 +6,38 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from decoding_small import LAYERS, VOCAB, make_ends, make_prompts, make_row, make_verifier
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.bundled import resolve
 from dflash.config import VerifierConfig
-from dflash.decoding.parity import REFERENCE, Parity, answer, ask, check, remember
+from dflash.decoding.live import Decoded, decode
+from dflash.decoding.near_ties import NEAR_TIE
+from dflash.decoding.parity import (
+    MOST_ANCHORS,
+    REFERENCE,
+    Parity,
+    Served,
+    answer,
+    ask,
+    check,
+    is_near_tie,
+    remember,
+)
+from dflash.decoding.replay import response_span
 from dflash.drafter.export import save_drafter
 from dflash.drafter.model import Context, Drafter, DrafterConfig, Ends
 from dflash.hidden.store import RowStates
 from dflash.pinning import PinnedVerifier, pin
-from dflash.verifier import Verifier
+from dflash.verifier import Verifier, load_verifier
 
 
 class Gate:
@@ -84,7 +99,118 @@ def test_a_sound_export_passes_in_a_process_of_its_own(gate: Gate, tmp_path: Pat
     assert parity.agreement == 1
     assert parity.compared > 500
     assert parity.rounds > 100
+    assert parity.near_ties == 0
     assert not parity.defect
+
+
+def long_row(gate: Gate, *, tokens: int = 90) -> RowStates:
+    """Of a response that does not end by itself."""
+    prompt = [3, 1, 4]
+    [answered] = gate.verifier.generate([prompt], max_new_tokens=tokens)
+    response = [*answered.ids, *[token % 50 + 8 for token in range(0, 7 * tokens, 7)]][:tokens]
+    return make_row(gate.verifier, prompt, response)
+
+
+def test_anchors_are_spread_over_the_whole_response(gate: Gate, tmp_path: Path) -> None:
+    long, short = long_row(gate), long_row(gate, tokens=9)
+    remember(tmp_path / REFERENCE, drafter=gate.drafter, ends=gate.ends, rows=[long, short], storage_dtype="float32")
+    reference = load_file(tmp_path / REFERENCE)
+    assert reference["ids.0"].tolist() == long.input_ids_T.tolist()
+    anchors = reference["anchors.0"].tolist()
+    assert (anchors[0], anchors[-1], len(anchors)) == (3, 3 + 90 - 2, MOST_ANCHORS)
+    assert {after - before for before, after in pairwise(anchors)} == {2, 3}
+    assert reference["anchors.1"].tolist() == list(range(3, 3 + 8))
+
+
+def test_a_defect_that_shows_late_in_a_response_is_named(gate: Gate, tmp_path: Path) -> None:
+    changes = {"sliding_window": 50, "layer_types": ("sliding_attention",) * 2}
+    windowed = Drafter(replace(gate.drafter.config, **changes))
+    windowed.load_state_dict(gate.drafter.state_dict())
+    request = gate.request(tmp_path, drafter=windowed.eval().requires_grad_(False), rows=[long_row(gate)])
+    shutil.rmtree(tmp_path / "exported")
+    (tmp_path / "exported").mkdir()
+    save_drafter(tmp_path / "exported", windowed)
+    settings(tmp_path / "exported", layer_types=["full_attention"] * 2, sliding_window=None)
+    expect(answer(request), "mask", "window of 50")
+
+
+def test_drafters_that_remember_their_first_anchors_only_are_checked_there(gate: Gate, tmp_path: Path) -> None:
+    request = gate.request(tmp_path, rows=[long_row(gate, tokens=20)])
+    with safe_open(tmp_path / REFERENCE, "pt") as file:
+        metadata = file.metadata()
+    kept = {name: part for name, part in load_file(tmp_path / REFERENCE).items() if "anchors" not in name}
+    save_file(kept, tmp_path / REFERENCE, metadata=metadata)
+    parity = answer(request)
+    assert parity.agreement == 1
+    assert parity.compared > 50
+
+
+def test_in_bfloat16_rounds_are_compared_up_to_near_ties(gate: Gate, tmp_path: Path) -> None:
+    pinned = pin(VerifierConfig(model=gate.pinned.path, dtype="bfloat16", device="cpu"))
+    verifier, drafter = load_verifier(pinned), copy.deepcopy(gate.drafter).bfloat16()
+    ends = Ends(verifier.frozen_weights(), dtype=torch.bfloat16)
+    rows = [
+        make_row(verifier, row.input_ids_T[:4].tolist(), row.input_ids_T[4:].tolist(), storage_dtype="bfloat16")
+        for row in gate.rows[:4]
+    ]
+    (tmp_path / "exported").mkdir()
+    save_drafter(tmp_path / "exported", drafter)
+    remember(tmp_path / REFERENCE, drafter=drafter, ends=ends, rows=rows, storage_dtype="bfloat16")
+    request = tmp_path / "request.json"
+    ask(request, tmp_path / "exported", reference=tmp_path / REFERENCE, verifier=pinned, budget=16)
+    parity = answer(request)
+    assert not parity.defect
+    assert parity.compared > 100
+    assert parity.rounds > 50
+    assert parity.near_ties < parity.rounds / 10
+
+
+@pytest.mark.parametrize("what", ["rounds", "text"])
+def test_live_decoding_that_differs_from_replay_is_named(
+    gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def other(*arguments: Any, **options: Any) -> Decoded:
+        found = decode(*arguments, **options)
+        if options["method"] != "chain" or len(found.accepted) < 3:
+            return found
+        if what == "text":
+            return replace(found, ids=[*found.ids[:-1], (found.ids[-1] + 1) % VOCAB])
+        return replace(found, accepted=[found.accepted[0] + 1, *found.accepted[1:]])
+
+    monkeypatch.setattr("dflash.decoding.parity.decode", other)
+    parity = answer(gate.request(tmp_path, rows=gate.rows[:2]))
+    assert parity.defect == "live decoding"
+    expected = {"rounds": r"chain: the round from token 0 accepts \d and not \d, other", "text": "chain: the text from"}
+    assert re.search(expected[what] + ".* than in replay", parity.explanation)
+
+
+@pytest.mark.parametrize("budget", [None, 1, 5])
+def test_a_draft_is_a_near_tie_where_the_drafter_cannot_tell_tokens_apart(gate: Gate, budget: int | None) -> None:
+    row = gate.rows[0]
+    served = Served(gate.drafter, copy.copy(gate.ends), LAYERS)
+    first, _ = response_span(row.loss_mask_T)
+
+    def near_tie(label: int) -> bool:
+        ids_T = row.input_ids_T.clone()
+        ids_T[first + 1] = label
+        return is_near_tie(
+            served, row.features_TF, ids_T, anchor=first, slot=0, budget=budget, tolerance=NEAR_TIE["float32"]
+        )
+
+    hidden_1SH = served.drafter.draft(
+        served.ends,
+        row.input_ids_T[first : first + 1],
+        anchors_A=torch.tensor([first]),
+        context=served.drafter.context(row.features_TF[:first]),
+    )
+    order = served.ends.logits(hidden_1SH[0, 0]).argsort(descending=True).tolist()
+    best, worst = order[0], order[-1]
+    assert not near_tie(worst)
+    head_VH = served.ends.head_VH.clone()
+    head_VH[worst] = head_VH[best]
+    served.ends.head_VH = head_VH
+    tree_of_one = budget in (None, 1)
+    assert near_tie(worst) == near_tie(best) == tree_of_one, "in a larger tree both have a place"
 
 
 def settings(folder: Path, **changes: Any) -> None:

@@ -89,6 +89,16 @@ def test_text_of_worst_cases_cannot_break_the_markdown() -> None:
     assert "from token 1: ` `" in markdown(report).replace(f"{report['worst'][0]['start']}: `", "1: `")
 
 
+def test_names_are_shown_as_they_are() -> None:
+    report = full_report([dataclasses.replace(one, category="_a_b_ ~c~ &lt;") for one in some_responses(4)])
+    report["verifier"]["name"] = "~/my_models/*new*"
+    report["notes"] = ["thinking: <none> in training"]
+    text = markdown(report)
+    assert r"| \_a_b\_ \~c\~ \&lt; |" in text
+    assert r"Verifier \~/my_models/\*new\* (" in text
+    assert r"> thinking: \<none> in training" in text
+
+
 def test_a_drafter_that_is_never_right_has_the_length_one() -> None:
     nothing = dataclasses.replace(response("p"), accepted={"chain": (0,) * 59}, expected={})
     report = small_report([nothing])

@@ -21,9 +21,21 @@ def evaluated(responses: list[Response], **changes: Any) -> Evaluated:
 
 
 def verdict(
-    candidate: Evaluated, champion: Evaluated, *, method: str = CHAIN, minimum_difference: float = 0.05
+    candidate: Evaluated,
+    champion: Evaluated,
+    *,
+    method: str = CHAIN,
+    minimum_difference: float = 0.05,
+    minimum_conversations: int = 8,
 ) -> Comparison:
-    return compare(candidate, champion, method=method, minimum_difference=minimum_difference, seed=0)
+    return compare(
+        candidate,
+        champion,
+        method=method,
+        minimum_difference=minimum_difference,
+        minimum_conversations=minimum_conversations,
+        seed=0,
+    )
 
 
 def test_a_better_drafter_is_better_and_the_other_way_round_it_is_worse() -> None:
@@ -69,9 +81,9 @@ def test_the_verdict_is_of_the_method_that_was_asked_for() -> None:
     [
         ({"verifier": VERIFIER | {"identity": "another"}}, "verifier another and 0123456789abcdef"),
         ({"verifier": VERIFIER | {"dtype": "bfloat16"}}, "dtype bfloat16 and float32"),
-        ({"conditions": {"template": "t2", "thinking": None}}, "template t2 and t1"),
-        ({"conditions": {"template": "t1", "thinking": True}}, "thinking True and None"),
-        ({"conditions": {"template": "t1", "thinking": None, "max_new_tokens": 8}}, "max_new_tokens 8 and None"),
+        ({"conditions": {"template": "t2", "thinking": "default"}}, "template t2 and t1"),
+        ({"conditions": {"template": "t1", "thinking": "on"}}, "thinking on and default"),
+        ({"conditions": {"template": "t1", "thinking": "default", "max_new_tokens": 8}}, "max_new_tokens 8 and None"),
     ],
 )
 def test_other_conditions_are_not_comparable(changes: dict[str, Any], reason: str) -> None:
@@ -82,8 +94,8 @@ def test_other_conditions_are_not_comparable(changes: dict[str, Any], reason: st
 
 
 def test_other_definitions_are_not_comparable() -> None:
-    old = Evaluated(small_report(POOR) | {"schema_version": 0}, POOR)
-    assert "definitions 1 and 0" in verdict(evaluated(GOOD), old).reason
+    old = Evaluated(small_report(POOR) | {"schema_version": 1}, POOR)
+    assert "definitions 2 and 1" in verdict(evaluated(GOOD), old).reason
     unversioned = Evaluated({"drafter": "training-0"}, POOR)
     assert verdict(evaluated(GOOD), unversioned).verdict == "not comparable"
 
@@ -99,18 +111,34 @@ def test_other_responses_are_not_comparable() -> None:
     assert verdict(evaluated([*GOOD, GOOD[0]]), evaluated(POOR)).verdict == "not comparable"
 
 
-def test_one_response_has_no_verdict() -> None:
-    found = verdict(evaluated(GOOD[:1]), evaluated(POOR[:1]))
-    assert found.verdict == "not comparable"
-    assert "fewer than two responses" in found.reason
+def test_few_conversations_have_no_verdict() -> None:
+    for count in (1, 7):
+        found = verdict(evaluated(GOOD[:count]), evaluated(POOR[:count]))
+        assert found.verdict == "not comparable"
+        assert found.reason.endswith(f": {count} conversations, of 8 that it takes; evaluate more")
+        assert found.overall
+        assert (found.overall.interval is None) == (count == 1)
+    assert verdict(evaluated(GOOD[:8]), evaluated(POOR[:8])).verdict == "better"
+    assert verdict(evaluated(GOOD[:7]), evaluated(POOR[:7]), minimum_conversations=7).verdict == "better"
     empty = [response("p", num_tokens=1)]
     assert verdict(evaluated(empty), evaluated(empty)).reason == "no response has a round"
 
 
-def test_a_negative_minimum_difference_is_refused() -> None:
+def test_the_turns_of_a_conversation_are_not_counted_as_conversations() -> None:
+    def turns(responses: list[Response]) -> list[Response]:
+        return [dataclasses.replace(one, id=f"c{number // 6}#{number % 6}") for number, one in enumerate(responses)]
+
+    found = verdict(evaluated(turns(GOOD)), evaluated(turns(POOR)))
+    assert found.overall
+    assert (found.verdict, found.overall.responses, found.overall.conversations) == ("not comparable", 30, 5)
+
+
+def test_minima_that_make_no_sense_are_refused() -> None:
     for minimum in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="minimum_difference"):
             verdict(evaluated(GOOD), evaluated(POOR), minimum_difference=minimum)
+    with pytest.raises(ValueError, match="minimum_conversations 1 must be 2 or more"):
+        verdict(evaluated(GOOD), evaluated(POOR), minimum_conversations=1)
 
 
 def test_evaluations_are_compared_from_their_folders(tmp_path: Path) -> None:
