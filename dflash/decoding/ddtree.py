@@ -75,7 +75,9 @@ def best_first(values_BSK: Tensor, ids_BSK: Tensor, *, budget: int) -> Trees:
     """
     # the same trees in two ways: in few large steps, which are mostly sorting, or in N small ones for all blocks
     many = values_BSK.device.type == "cpu" and len(values_BSK) > 32
-    return (_node_by_node if many else _level_by_level)(values_BSK, ids_BSK, budget)
+    if many and not (values_BSK[..., -1] == -torch.inf).any():  # values descend: there is no other
+        return _node_by_node(values_BSK, ids_BSK, budget)
+    return _level_by_level(values_BSK, ids_BSK, budget)
 
 
 @lru_cache
@@ -118,55 +120,59 @@ def _level_by_level(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
 
 
 def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
-    """N steps, each of which takes the best prefix of every block that is not in its tree yet.
+    """N steps, each of which takes the best prefix of every block that is not in its tree yet. Values are finite.
 
     That is some node's best child of those that are not: one candidate per node and the root. It is a number whose
     order is that of prefixes: its upper half are the bits of the cost, -score, its lower half depth, parent and rank.
-    As float64, of which a minimum is found some ten times sooner than of int64.
+    As float64, of which a minimum is found some ten times sooner than of int64. A step is many small operations, whose
+    number is its price: each writes to where its result is needed.
     """
     num_blocks, num_slots, num_candidates = values_BSK.shape
     num_nodes, level = 0, 1
     for _ in range(num_slots):
         level = min(level * num_candidates, budget)
         num_nodes = min(num_nodes + level, budget)
+    # beyond the last rank, and beyond the last slot, nothing is possible; the first row is that of depth 1
     row = num_candidates + 1
-    # beyond the last rank, and beyond the last slot, nothing is possible
-    costs_XB = torch.nn.functional.pad(values_BSK.abs(), (0, 1, 0, 1), value=torch.inf).flatten(1).T
+    costs_XB = torch.nn.functional.pad(values_BSK.abs(), (0, 1, 1, 1), value=torch.inf).flatten(1).T.contiguous()
     bits = max(num_nodes, num_candidates).bit_length()
-    mask, one_deeper = (1 << bits) - 1, 1 << 2 * bits
-    if (num_slots + 2) << 2 * bits >= 1 << 31:
+    mask, deepest = (1 << bits) - 1, (1 << max(0, 31 - 2 * bits)) - 1
+    if num_slots + 2 > deepest:
         raise ValueError(f"a tree of {budget} nodes over {num_slots} slots is too large to number; lower the budget")
 
-    def keys(places: Tensor, costs: Tensor) -> Tensor:
-        return torch.stack([places, costs.view(torch.int32)], dim=-1).view(torch.float64)[..., 0]
+    def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
+        place, cost_bits = numbers.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
+        return place, cost_bits.view(torch.float32)
 
-    candidates_MB = costs_XB.new_full((num_nodes + 1, num_blocks), torch.inf, dtype=torch.float64)
-    taken_MB = torch.zeros_like(candidates_MB)  # the root costs nothing
-    place_MB, cost_bits_MB = taken_MB.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)
-    cost_MB = cost_bits_MB.view(torch.float32)
-    candidates_MB[0] = keys(torch.full_like(place_MB[0], one_deeper), costs_XB[0])
+    taken_MB = torch.zeros(num_nodes + 1, num_blocks, dtype=torch.float64)  # the root costs nothing
+    place_MB, cost_MB = halves(taken_MB)
+    candidates_MB = torch.full_like(taken_MB, torch.inf)
+    candidate_place_MB, candidate_cost_MB = halves(candidates_MB)
+    candidate_place_MB[0], candidate_cost_MB[0] = 1 << 2 * bits, costs_XB[row]
+    sibling_B = torch.empty_like(taken_MB[0])
+    sibling_place_B, sibling_cost_B = halves(sibling_B)
+    next_costs_XB = costs_XB[1:]  # of the prefix whose own cost is at a place, the next one's
+    at_2B = torch.empty(2, num_blocks, dtype=torch.int64)
+    cost_2B = torch.empty(2, num_blocks)
     for node in range(1, num_nodes + 1):
         torch.amin(candidates_MB[:node], 0, out=taken_MB[node])
-        place_B = place_MB[node].contiguous()
-        rank_B, parent_1B, depth_B = place_B & mask, (place_B >> bits & mask).long()[None], place_B >> 2 * bits
+        number_B, place_B = taken_MB[node].view(torch.int64), place_MB[node]
+        parent_1B = (number_B >> bits).bitwise_and_(mask)[None]
+        slot_B = (number_B >> 2 * bits).bitwise_and_(deepest).mul_(row)
         # instead of the prefix: its parent's next child, and its own best one
-        sibling_B = (rank_B + 1).clamp_(max=num_candidates)
-        child_B = depth_B.clamp_(max=num_slots)
-        first_B = child_B * row
-        next_2B = costs_XB.gather(0, torch.stack([first_B + (sibling_B - row), first_B]).long())
-        next_2B[0] += cost_MB.gather(0, parent_1B)[0]
-        next_2B[1] += cost_MB[node]
-        sibling_B += place_B - rank_B
-        key_2B = keys(torch.stack([sibling_B, (child_B << 2 * bits).add_(one_deeper + (node << bits))]), next_2B)
-        candidates_MB.scatter_(0, parent_1B, key_2B[:1])
-        candidates_MB[node].copy_(key_2B[1])
+        torch.add(slot_B, number_B & mask, out=at_2B[0])
+        torch.add(slot_B, row - 1, out=at_2B[1])
+        torch.gather(next_costs_XB, 0, at_2B, out=cost_2B)
+        torch.add(cost_2B[0], cost_MB.gather(0, parent_1B)[0], out=sibling_cost_B)
+        torch.add(cost_2B[1], cost_MB[node], out=candidate_cost_MB[node])
+        torch.add(place_B, 1, out=sibling_place_B)
+        torch.bitwise_and(place_B, deepest << 2 * bits, out=candidate_place_MB[node])
+        candidate_place_MB[node] += (1 << 2 * bits) + (node << bits)
+        candidates_MB.scatter_(0, parent_1B, sibling_B[None])
     taken_BN = place_MB[1:].T.long()
-    depths_BN = taken_BN >> 2 * bits
-    places_BN = (depths_BN - 1).clamp(max=num_slots - 1) * num_candidates + (taken_BN & mask).clamp(
-        max=num_candidates - 1
-    )
+    depths_BN, ranks_BN = taken_BN >> 2 * bits, taken_BN & mask
     return Trees(
-        tokens_BN=ids_BSK.flatten(1).gather(-1, places_BN),
+        tokens_BN=ids_BSK.flatten(1).gather(-1, (depths_BN - 1) * num_candidates + ranks_BN),
         parents_BN=(taken_BN >> bits & mask) - 1,
         depths_BN=depths_BN,
         scores_BN=-cost_MB[1:].T,
