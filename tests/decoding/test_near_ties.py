@@ -26,7 +26,7 @@ class Twins:
         # the twin of the token in the middle of the answer has a larger id, which greedy decoding never takes
         self.at = next(at for at in range(6, 16) if plain.ids[at] < 40)
         self.twin = next(token for token in range(40, 60) if token not in plain.ids)
-        head_VH = self.verifier.model.lm_head.weight.data
+        head_VH = self.verifier.model.get_parameter("lm_head.weight").data
         head_VH[self.twin] = head_VH[plain.ids[self.at]]
         self.taken = plain.ids
         prefix = [*plain.ids[: self.at], self.twin]

@@ -123,7 +123,7 @@ def test_anchors_are_spread_over_the_whole_response(gate: Gate, tmp_path: Path) 
 
 
 def test_a_defect_that_shows_late_in_a_response_is_named(gate: Gate, tmp_path: Path) -> None:
-    changes = {"sliding_window": 50, "layer_types": ("sliding_attention",) * 2}
+    changes: dict[str, Any] = {"sliding_window": 50, "layer_types": ("sliding_attention",) * 2}
     windowed = Drafter(replace(gate.drafter.config, **changes))
     windowed.load_state_dict(gate.drafter.state_dict())
     request = gate.request(tmp_path, drafter=windowed.eval().requires_grad_(False), rows=[long_row(gate)])
