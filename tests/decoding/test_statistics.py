@@ -37,7 +37,7 @@ def answered(generator: np.random.Generator, *, conversations: int, turns: int) 
     """Turns of a conversation are as easy as each other; they differ in length, and E[accepted] / E[rounds] is 2."""
     rounds = generator.integers(5, 60, size=conversations * turns)
     ease = generator.gamma(4, 0.5, size=conversations).repeat(turns)
-    return list(zip(generator.poisson(rounds * ease).tolist(), rounds.tolist(), strict=True))
+    return list(zip(np.asarray(generator.poisson(rounds * ease)).tolist(), rounds.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("conversations", "turns"), [(60, 1), (8, 1), (20, 4)])
@@ -160,7 +160,8 @@ def test_the_paired_test_seldom_finds_a_difference_where_there_is_none(conversat
         # each drafter has conversations that it is good at
         eases = [(ease * generator.lognormal(0, 0.3, size=conversations)).repeat(turns) for _ in range(2)]
         first, second = (
-            list(zip(generator.poisson(rounds * one).tolist(), rounds.tolist(), strict=True)) for one in eases
+            list(zip(np.asarray(generator.poisson(rounds * one)).tolist(), rounds.tolist(), strict=True))
+            for one in eases
         )
         paired = paired_difference(first, second, turns=turns, seed=seed)
         assert paired
