@@ -45,7 +45,8 @@ class Runs:
     ) -> RunRecord:
         settings = (
             f"generation.prompts=['{self.prompts}']", "generation.max_new_tokens=24", "evaluation.max_new_tokens=24",
-            "evaluation.max_prompts=4", "evaluation.live_prompts=1", "evaluation.parity=off",
+            "evaluation.max_prompts=4", "evaluation.minimum_conversations=2", "evaluation.live_prompts=1",
+            "evaluation.parity=off",
             "extraction.shard_tokens=400", "tokenization.validation_share=0.2", "training.num_layers=1",
             "training.max_steps=4", "training.tracking=disabled",
         )  # fmt: skip
