@@ -37,6 +37,9 @@ def test_the_production_recipes_are_the_published_configuration() -> None:
         assert (t.optimizer, t.beta1, t.beta2, t.learning_rate) == ("adamw", 0.9, 0.95, 6e-4)
         assert (t.warmup_share, t.clip_norm, t.noise_start, t.epochs) == (0.04, 1.0, 0.05, 6)
         assert t.slot_weights == "decay"
+        fast = recipes.load_recipe(f"{name}-fast")
+        assert fast.training == t.model_copy(update={"optimizer": "muon", "slot_weights": "dpace"})
+        assert fast.model_copy(update={"training": t}) == recipe
 
 
 def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
