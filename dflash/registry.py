@@ -4,10 +4,12 @@
     latest.json  champion.json         which drafter that is now, written when all of it is there
 
 The hash is that of the checksums, so that a name never stands for two contents, and what comes out is what went in. On
-the hub a drafter is a commit: its files at the top, where engines look for them; `latest` is main, `champion` a tag.
+the hub a drafter is a commit: its files at the top, where engines look for them; `latest` is main, `champion` and the
+drafter's name are tags.
 Nothing is sent but by `push`; credentials come from the environment alone. Knows no model.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -17,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,7 +27,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dflash.config import bucket_url
 from dflash.export.importing import check_sums
 from dflash.inputs import HUB
-from dflash.manifests import file_sha256, home, text_sha256, write_atomically
+from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, file_sha256, home, text_sha256, write_atomically
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +131,10 @@ class FolderStore:
 def push(source: Path, target: str, *, champion: bool) -> Pushed:
     """Bring a drafter's folder into a registry and make it `latest`, and the `champion` where asked.
 
-    `target` is a folder, s3://bucket/path, gs://bucket/path or hub:OWNER/NAME. What is there already is not sent again,
-    so that an interrupted push is continued by the same call. Raises ValueError, in one line, for what is no drafter or
-    not whole, for a target that holds something else, and where it cannot be written.
+    `target` is a folder, s3://bucket/path, gs://bucket/path or hub:OWNER/NAME. What is there already, by its checksum,
+    is not sent again, so that an interrupted push is continued by the same call, and a damaged one mended. Raises
+    ValueError, in one line, for what is no drafter or not whole, for an artifact that was not exported, for a target
+    that holds something else, and where it cannot be written.
     """
     source = source.expanduser()
     listing = _list(source)
@@ -141,7 +147,7 @@ def push(source: Path, target: str, *, champion: bool) -> Pushed:
         here, sent = store.sizes(prefix), 0
         known = store.read(f"{prefix}/{FILES}") is not None
         for name, entry in sorted(listing.files.items()):
-            if here.get(f"{prefix}/{name}") != entry.size:
+            if not _holds(store, f"{prefix}/{name}", entry, size=here.get(f"{prefix}/{name}")):
                 if known:
                     log.warning("%s/%s/%s is not as it was pushed; it is sent again", target, prefix, name)
                 store.put(f"{prefix}/{name}", source / name)
@@ -210,8 +216,23 @@ def _problems(place: str) -> Iterator[None]:
         raise ValueError(f"{shown}; check the place and your rights there, then run again") from None
 
 
+def _holds(store: Store, name: str, entry: FileEntry, *, size: int | None) -> bool:
+    """Whether a stored file of this size is that one; read whole where the size is right."""
+    if size != entry.size:
+        return False
+    found = hashlib.sha256()
+    try:
+        for part in store.stream(name, 0):
+            found.update(part)
+    except FileNotFoundError:  # removed just now
+        return False
+    return found.hexdigest() == entry.sha256
+
+
 def _list(source: Path) -> Listing:
     """The files of a drafter's folder, hidden ones left out. Raises ValueError where it is none, or not whole."""
+    if any((source / name).is_file() for name in (MANIFEST, DAMAGED_MANIFEST)):
+        raise ValueError(f"{source} is an artifact; export it first: dflash export {source} --to FOLDER")
     if not (source / "config.json").is_file() or not any(source.glob("*.safetensors")):
         raise ValueError(
             f"{source} holds no config.json and .safetensors, so it is no drafter; make one with dflash export"
@@ -239,12 +260,17 @@ def _listing(content: bytes, *, place: str) -> Listing:
     return listing
 
 
+def _is_own(name: str) -> bool:
+    """Whether a name is a drafter's own, not an alias. Raises ValueError where it is neither."""
+    if name not in ALIASES and not re.fullmatch(r"drafter-[0-9a-f]{12}", name):
+        raise ValueError(f"{name!r} is unknown; give {LATEST}, {CHAMPION} or a drafter's own, drafter-0123456789ab")
+    return name not in ALIASES
+
+
 def _resolve(store: Store, source: str, name: str) -> str:
     """The drafter that an alias stands for, or the name itself."""
-    if name not in ALIASES:
-        if re.fullmatch(r"drafter-[0-9a-f]{12}", name):
-            return name
-        raise ValueError(f"{name!r} is unknown; give {LATEST}, {CHAMPION} or a drafter's own, drafter-0123456789ab")
+    if _is_own(name):
+        return name
     content = store.read(f"{name}.json")
     if content is None:
         others = [alias for alias in ALIASES if store.read(f"{alias}.json")]
@@ -317,50 +343,69 @@ def _hub_id(place: str) -> str:
     return name
 
 
+def _hub_token() -> str:
+    return os.environ.get("HF_TOKEN", "").strip()  # a line end from a file would be refused as a header
+
+
 def _push_to_hub(source: Path, repo: str, listing: Listing, *, champion: bool) -> Pushed:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
-    if not (token := os.environ.get("HF_TOKEN")):
+    if not (token := _hub_token()):
         raise ValueError(f"{HUB}{repo}: HF_TOKEN is not set; put a token that may write there into the environment")
     api = HfApi(token=token)
-    try:
+    with _hub_problems(repo, token):
         api.create_repo(repo, private=True, exist_ok=True)
         there = set(api.list_repo_files(repo)) - {".gitattributes"}
-        if there and FILES not in there:
-            raise ValueError(f"{HUB}{repo} holds {min(there)}, but no drafter that was pushed; give another name")
+    if there and FILES not in there:
+        raise ValueError(f"{HUB}{repo} holds {min(there)}, but no drafter that was pushed; give another name")
+    with _hub_problems(repo, token):
         added = [CommitOperationAdd(name, source / name) for name in listing.files]
         added.append(CommitOperationAdd(FILES, listing.model_dump_json(indent=1).encode()))
         gone = [CommitOperationDelete(name) for name in sorted(there - {*listing.files, FILES})]
         commit = api.create_commit(repo, [*added, *gone], commit_message=listing.name)  # all of it or nothing
-        if champion:
-            if CHAMPION in {tag.name for tag in api.list_repo_refs(repo).tags}:
-                api.delete_tag(repo, tag=CHAMPION)
-            api.create_tag(repo, tag=CHAMPION, revision=commit.oid)
-    except ValueError:
-        raise
-    # whatever it is: which HTTP package is underneath, and so how a missing network looks, changes with the version
-    except Exception as error:
-        raise _of_hub(repo, error, token) from None
+        for tag in (listing.name, CHAMPION) if champion else (listing.name,):
+            _tag(api, repo, tag, commit.oid)
     sent = sum(entry.size for entry in listing.files.values())
     return Pushed(listing.name, ALIASES if champion else (LATEST,), sent)
+
+
+def _tag(api: "HfApi", repo: str, tag: str, commit: str) -> None:
+    """Make a tag lead to a commit. The hub moves none, so an old one is deleted first, and put back on a failure."""
+    before = next((ref.target_commit for ref in api.list_repo_refs(repo).tags if ref.name == tag), None)
+    if before == commit:
+        return
+    if before:
+        api.delete_tag(repo, tag=tag)
+    try:
+        api.create_tag(repo, tag=tag, revision=commit)
+    except BaseException:
+        if before:
+            try:
+                api.create_tag(repo, tag=tag, revision=before, exist_ok=True)
+            except Exception:
+                log.warning("%s%s has no %s now, it was commit %s; push again", HUB, repo, tag, before)
+        raise
 
 
 def _pull_from_hub(repo: str, folder: Path, *, name: str) -> str:
     from huggingface_hub import HfApi
 
-    token = os.environ.get("HF_TOKEN")
-    revision = {LATEST: "main"}.get(name, name)
+    token = _hub_token()
+    own = _is_own(name)
     aside = folder.with_name(f".{folder.name}.pull")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} holds something already; give a folder that does not exist")
-    try:
-        HfApi(token=token or False).snapshot_download(repo, revision=revision, local_dir=aside)
-    except Exception as error:
-        raise _of_hub(repo, error, token) from None
+    api = HfApi(token=token or False)
+    with _hub_problems(repo, token):
+        # the commit first: a download by name takes what an earlier attempt left for it where the hub is not reachable
+        commit = api.repo_info(repo, revision="main" if name == LATEST else name).sha
+        api.snapshot_download(repo, revision=commit, local_dir=aside)
     shutil.rmtree(aside / ".cache", ignore_errors=True)  # the client's own
     if not (aside / FILES).is_file():
         raise ValueError(f"{HUB}{repo} has no {FILES}: it was not pushed by dflash; give its hub id to dflash import")
     listing = _listing((aside / FILES).read_bytes(), place=f"{HUB}{repo}/{FILES}")
+    if own and listing.name != name:
+        raise ValueError(f"{HUB}{repo} has {listing.name} under the tag {name}; push {name} again")
     for file, entry in listing.files.items():
         if not (aside / file).is_file() or file_sha256(aside / file) != entry.sha256:
             raise ValueError(f"{HUB}{repo}/{file} is missing or differs from its checksum; push the drafter again")
@@ -369,10 +414,22 @@ def _pull_from_hub(repo: str, folder: Path, *, name: str) -> str:
     return listing.name
 
 
-def _of_hub(repo: str, error: Exception, token: str | None) -> ValueError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    if token:
-        reason = reason.replace(token, "…")
+@contextmanager
+def _hub_problems(repo: str, token: str) -> Iterator[None]:
+    """What the hub's client says, as one line with the place."""
+    try:
+        yield
+    # whatever it is: which HTTP package is underneath, and so how a missing network looks, changes with the version
+    except Exception as error:
+        raise _of_hub(repo, error, token) from None
+
+
+def _of_hub(repo: str, error: Exception, token: str) -> ValueError:
+    """The token is taken out as it is and as it is quoted, while the text is whole."""
+    reason = str(error)
+    for shown in (token, repr(token)[1:-1]) if token else ():
+        reason = reason.replace(shown, "…")
+    reason = " ".join(reason.split())[:200] or type(error).__name__
     return ValueError(
         f"{HUB}{repo}: {type(error).__name__}: {reason}; check the name, the network and HF_TOKEN in the environment"
     )

@@ -1,23 +1,27 @@
 """The registry: what is pulled is what was pushed, to a folder, an object store in memory and a real S3 server."""
 
+import base64
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
 from dflash.drafter.export import load_drafter, save_drafter
-from dflash.registry import FILES, FolderStore, pull, push, store_of
+from dflash.registry import FILES, FolderStore, _of_hub, pull, push, store_of
 from tests.conftest import free_port
 from tests.drafter.small import make_drafter
 
@@ -113,6 +117,10 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def sent_of(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in content(folder).items() if name != ".hidden"}
+
+
 def test_what_is_pulled_is_what_was_pushed_and_aliases_lead_to_it(place: str, drafter: Path, tmp_path: Path) -> None:
     first = push(drafter, place, champion=True)
     assert first.aliases == ("latest", "champion")
@@ -121,8 +129,7 @@ def test_what_is_pulled_is_what_was_pushed_and_aliases_lead_to_it(place: str, dr
     assert pull(place, tmp_path / "a", name="champion") == first.drafter
     assert pull(place, tmp_path / "b", name="latest") == second.drafter != first.drafter
     assert pull(place, tmp_path / "c", name=first.drafter) == first.drafter
-    sent = {name: data for name, data in content(drafter).items() if name != ".hidden"}
-    assert content(tmp_path / "a") == content(tmp_path / "c") == sent
+    assert content(tmp_path / "a") == content(tmp_path / "c") == sent_of(drafter)
     weights = load_drafter(tmp_path / "b", dtype=torch.float32).fc.weight
     assert torch.equal(weights, make_drafter(seed=1).fc.weight)
 
@@ -152,6 +159,8 @@ def test_another_content_than_was_pushed_is_never_published(place: str, drafter:
     store.put(path, weights[:-1] + b"\0")
     with pytest.raises(ValueError, match=rf"{path} differs from its checksum \({len(weights)} of {len(weights)} bytes"):
         pull(place, tmp_path / "out", name="latest")
+    assert push(drafter, place, champion=False).sent == len(weights), "a push mends it"
+    assert pull(place, tmp_path / "mended", name="latest") == name
     store.put(path, weights[:-7])
     with pytest.raises(ValueError, match=rf"{path} differs from its checksum \({len(weights) - 7} of"):
         pull(place, tmp_path / "out", name="latest")
@@ -257,6 +266,15 @@ def test_what_holds_something_else_is_left_alone(drafter: Path, tmp_path: Path) 
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("manifest", ["manifest.json", "manifest.json.damaged"])
+def test_an_artifact_is_exported_before_it_is_pushed(manifest: str, drafter: Path, tmp_path: Path) -> None:
+    (drafter / manifest).write_text("{}")
+    for target in (str(tmp_path / "registry"), "hub:someone/drafter"):
+        with pytest.raises(ValueError, match="drafter is an artifact; export it first: dflash export "):
+            push(drafter, target, champion=False)
+    assert not (tmp_path / "registry").exists()
+
+
 def test_no_right_to_write_is_one_line_without_secrets(s3: str, drafter: Path, tmp_path: Path) -> None:
     bucket = new_bucket(s3)
     ask(s3, "moto-api/reset-auth", method="POST", data=b"0")  # from now on keys must be known
@@ -293,6 +311,190 @@ def test_the_hub_is_refused_offline_and_without_a_token_in_one_line(
         assert SECRET not in str(caught.value)
         assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"Illegal header value b'Bearer {SECRET}'",
+        f"{'x' * 190} {SECRET}",  # across the cut
+        f"token {SECRET} and {SECRET}",
+    ],
+)
+def test_a_token_is_taken_out_of_what_the_hub_says(said: str) -> None:
+    shown = str(_of_hub("someone/drafter", RuntimeError(said), SECRET))
+    assert "…" in shown
+    assert SECRET[:5] not in shown
+
+
+def test_a_token_with_a_line_end_within_is_not_shown_as_it_is_quoted() -> None:
+    token = f"first-half\n{SECRET}"
+    shown = str(_of_hub("someone/drafter", RuntimeError(f"Illegal header value {f'Bearer {token}'.encode()!r}"), token))
+    assert "Illegal header value b'Bearer …'" in shown
+    assert SECRET not in shown
+
+
+def git_oid(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The part of the hub's protocol that a registry needs, for the real client; one repository, in memory."""
+
+    commits: dict[str, dict[str, bytes]]
+    tags: dict[str, str]
+    champions: list[str]  # the only commits that may become it; none: all
+    asked: list[str]
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def reply(self, body: object = None, *, status: int = 200, **headers: str) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def answer(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path = self.path.partition("?")[0].removeprefix("/api/models").removeprefix("/someone/drafter").strip("/")
+        action, _, rest = path.partition("/")
+        self.asked.append(f"{self.command} {path}")
+        if self.headers["Authorization"] != f"Bearer {SECRET}":
+            return self.reply({"error": "who are you"}, status=401)
+        commits, tags, head = self.commits, self.tags, list(self.commits)[-1]
+        if path in ("api/repos/create", "api/validate-yaml"):
+            return self.reply({"url": "https://huggingface.co/someone/drafter", "errors": [], "warnings": []})
+        if action == "preupload":
+            names = [file["path"] for file in json.loads(data)["files"]]
+            oids = {name: git_oid(content) for name, content in commits[head].items()}
+            return self.reply(
+                {
+                    "files": [
+                        {"path": name, "uploadMode": "regular", "shouldIgnore": False, "oid": oids.get(name)}
+                        for name in names
+                    ]
+                }
+            )
+        if action == "commit":
+            files = dict(commits[head])
+            for line in data.decode().splitlines():
+                part = json.loads(line)
+                if part["key"] == "file":
+                    files[part["value"]["path"]] = base64.b64decode(part["value"]["content"])
+                elif part["key"] == "deletedFile":
+                    del files[part["value"]["path"]]
+            head = hashlib.sha1(data + head.encode()).hexdigest()
+            commits[head] = files
+            return self.reply({"commitUrl": f"https://huggingface.co/someone/drafter/commit/{head}", "commitOid": head})
+        if action == "refs":
+            listed = [
+                {"name": name, "ref": f"refs/tags/{name}", "targetCommit": commit} for name, commit in tags.items()
+            ]
+            return self.reply({"branches": [], "converts": [], "tags": listed})
+        if action == "tag" and self.command == "DELETE":
+            del tags[rest]
+            return self.reply({})
+        if action == "tag":
+            name = json.loads(data)["tag"]
+            if name in tags:
+                return self.reply({"error": "it is there"}, status=409)
+            if name == "champion" and self.champions and rest not in self.champions:
+                return self.reply({"error": "not now"}, status=403)
+            tags[name] = rest
+            return self.reply({})
+        revision, _, file = rest.partition("/")
+        commit = head if revision in ("", "main") else tags.get(revision, revision)
+        if commit not in commits:
+            return self.reply({"error": "no such revision"}, status=404, X_Error_Code="RevisionNotFound")
+        files = commits[commit]
+        etags = {name: git_oid(content) for name, content in files.items()}
+        if action == "revision":
+            return self.reply({"id": "someone/drafter", "sha": commit, "siblings": []})
+        if action == "tree":
+            return self.reply(
+                [
+                    {"type": "file", "path": name, "size": len(content), "oid": etags[name]}
+                    for name, content in files.items()
+                ]
+            )
+        if action == "resolve" and file in files:
+            return self.reply(files[file], ETag=f'"{etags[file]}"', X_Repo_Commit=commit)
+        return self.reply({"error": f"unknown: {self.command} {self.path}"}, status=404)
+
+    do_GET = do_HEAD = do_POST = do_DELETE = answer  # noqa: N815
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    from huggingface_hub import constants
+
+    state = {"commits": {"0" * 40: {".gitattributes": b""}}, "tags": {}, "champions": [], "asked": []}
+    handler = type("OneHub", (Hub,), state)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", f"{SECRET}\n")  # as a file has it
+    yield handler
+    server.shutdown()
+    server.server_close()
+
+
+def test_on_the_hub_what_is_pulled_is_what_was_pushed(hub: type[Hub], drafter: Path, tmp_path: Path) -> None:
+    place, newer = "hub:someone/drafter", made(tmp_path / "newer", seed=1)
+    (newer / "plots" / "loss.svg").rename(newer / "plots" / "rate.svg")
+    first = push(drafter, place, champion=True).drafter
+    second = push(newer, place, champion=False).drafter
+    assert pull(place, tmp_path / "a", name="champion") == first
+    assert pull(place, tmp_path / "b", name="latest") == second != first
+    assert pull(place, tmp_path / "c", name=first) == first
+    assert content(tmp_path / "a") == content(tmp_path / "c") == sent_of(drafter)
+    assert content(tmp_path / "b") == sent_of(newer)
+
+    hub.tags[second] = hub.tags[first]
+    with pytest.raises(ValueError, match=f"hub:someone/drafter has {first} under the tag {second}; push {second} ag"):
+        pull(place, tmp_path / "d", name=second)
+    push(newer, place, champion=False)
+    assert pull(place, tmp_path / "d", name=second) == second
+    with pytest.raises(ValueError, match="'main' is unknown; give latest, champion or"):
+        pull(place, tmp_path / "e", name="main")
+    with pytest.raises(ValueError, match="RevisionNotFoundError"):
+        pull(place, tmp_path / "e", name="drafter-000000000000")
+    assert not (tmp_path / "e").exists()
+
+
+def test_the_champion_on_the_hub_outlives_a_push_that_fails(
+    hub: type[Hub], drafter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = "hub:someone/drafter"
+    first = push(drafter, place, champion=True).drafter
+    commit = hub.tags["champion"]
+    hub.champions.append(commit)
+    newer = made(tmp_path / "newer", seed=1)
+    with pytest.raises(ValueError, match="hub:someone/drafter: HfHubHTTPError: .*not now"):
+        push(newer, place, champion=True)
+    assert hub.tags["champion"] == commit
+    assert pull(place, tmp_path / "a", name="champion") == first
+    hub.champions[:] = ["no commit"]  # so that the old one cannot be put back either
+    with pytest.raises(ValueError, match="not now"):
+        push(newer, place, champion=True)
+    assert f"hub:someone/drafter has no champion now, it was commit {commit}; push again" in caplog.text
+
+    hub.champions.clear()
+    second = push(newer, place, champion=True).drafter
+    assert pull(place, tmp_path / "b", name="champion") == second
+    commit = hub.tags["champion"]
+    assert commit == hub.tags[second]
+    hub.asked.clear()
+    assert push(newer, place, champion=True).drafter == second
+    assert not [asked for asked in hub.asked if " tag/" in asked or " commit/" in asked], "it is there already"
 
 
 def test_the_commands_say_what_they_did(drafter: Path, tmp_path: Path) -> None:
