@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,6 +163,8 @@ def same_rounds(bench: Bench, *, kind: str = "dflash") -> str:
     longer = answered(bench.verifier, bench.prompts, layers=layers, tokens=TOKENS + BLOCK_SIZE)
     # an answer that ends has nothing behind its end to be counted
     rows = [row for row in longer if int(row.loss_mask_T.sum()) == TOKENS + BLOCK_SIZE]
+    if not rows:
+        raise Differs(f"nothing to compare: no answer has {TOKENS + BLOCK_SIZE} tokens")
     spans = [int(row.loss_mask_T.long().argmax()) for row in rows]
     case = bench.ask(
         "vllm",
@@ -185,6 +188,8 @@ def same_rounds(bench: Bench, *, kind: str = "dflash") -> str:
             said, rounds, accepted = said + kept + 1, rounds + 1, accepted + kept
         drafts += rounds
     theirs = sum(found["drafts"]), sum(found["accepted"])
+    if not drafts:
+        raise Differs(f"nothing to compare: replay drafts nothing, it {theirs[0]} times")
     ours_tau, theirs_tau = 1 + accepted / drafts, 1 + theirs[1] / max(1, theirs[0])
     if (drafts, accepted) != theirs:
         raise Differs(f"acceptance length {theirs_tau:.3f} of {theirs[0]} drafts; replay {ours_tau:.3f} of {drafts}")
@@ -212,6 +217,9 @@ def run(bench: Bench, names: Sequence[str]) -> list[Result]:
             results.append(Result(name, pinned, None, str(reason)))
         except Differs as difference:
             results.append(Result(name, pinned, False, str(difference)))
+        except Exception as error:  # a mistake in one check loses no other's result
+            traceback.print_exc()
+            results.append(Result(name, pinned, False, " ".join(f"{type(error).__name__}: {error}".split())[:300]))
     return results
 
 

@@ -6,9 +6,12 @@ vLLM, whose environment takes gigabytes, is left to `make interop`.
 import json
 import shutil
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from benchmarks import interop
 from benchmarks.interop import Bench, Differs, run, same_logits
 from benchmarks.peers import Unavailable, readers_python
 
@@ -39,3 +42,17 @@ def test_a_drafter_whose_taps_are_off_by_one_is_noticed(bench: Bench) -> None:
     (broken / "config.json").write_text(json.dumps(described))
     with pytest.raises(Differs, match="logits differ"):
         same_logits(bench, "zlab", name="off", ours="plain")
+
+
+def test_a_mistake_in_one_check_and_nothing_to_compare_fail_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Bench) -> str:
+        raise KeyError("drafts")
+
+    monkeypatch.setitem(interop.CHECKS, "zlab", (*interop.CHECKS["zlab"][:2], broken))
+    monkeypatch.setattr(interop, "answered", lambda *_, **__: [])
+    drafter = SimpleNamespace(config=SimpleNamespace(target_layer_ids=[1]))
+    bench = SimpleNamespace(drafter=lambda _: drafter, verifier=None, prompts=[])
+    first, second = run(cast(Bench, bench), ["zlab", "vllm"])
+    assert (first.passed, first.said) == (False, "KeyError: 'drafts'")
+    assert second.passed is False
+    assert "nothing to compare" in second.said
