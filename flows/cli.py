@@ -22,7 +22,7 @@ from rich.tree import Tree
 
 from dflash import manifests
 from dflash import plan as planning
-from dflash.config import EvaluationConfig, Recipe, Step, VerifierConfig
+from dflash.config import EvaluationConfig, Recipe, Step
 from flows import logs, recipes, server
 
 if TYPE_CHECKING:
@@ -46,7 +46,12 @@ Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.epochs=3. Repeatable."),
 ]
-REVISION = VerifierConfig.model_fields["revision"].default
+Revision = Annotated[
+    str, typer.Option(help="Of a verifier on the hub; empty: the recorded one, else main.", show_default=False)
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="As verifier.trust_remote_code: it is part of the identity.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Make the last line of the output one JSON object.")]
 
 
@@ -326,7 +331,8 @@ def export_folder(
     ] = "dflash",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32; empty: as trained, bit for bit.")] = "",
     verifier: Annotated[str, typer.Option(help="Where its verifier is now; empty: where it was.")] = "",
-    revision: Annotated[str, typer.Option(help="Of a verifier on the hub.")] = REVISION,
+    revision: Revision = "",
+    trust_remote_code: TrustRemoteCode = False,
     ungated: Annotated[bool, typer.Option("--ungated", help="Although the parity gate did not pass it.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -335,7 +341,14 @@ def export_folder(
 
     with usage_errors():
         made = export_drafter(
-            drafter, folder, kind=kind, dtype=dtype, verifier=verifier, revision=revision, ungated=ungated
+            drafter,
+            folder,
+            kind=kind,
+            dtype=dtype,
+            verifier=verifier,
+            revision=revision,
+            ungated=ungated,
+            trust_remote_code=trust_remote_code,
         )
     print(f"exported to {made}", file=sys.stderr)
     if as_json:
@@ -383,19 +396,16 @@ def pull(
 def import_folder(
     folder: Annotated[Path, typer.Argument(help="Of a drafter: DFlash, SpecForge, speculators or TorchSpec.")],
     verifier: Annotated[str, typer.Option(help="As verifier.model of a recipe; empty: as the folder says.")] = "",
-    revision: Annotated[str, typer.Option(help="Of a verifier on the hub.")] = REVISION,
+    revision: Revision = "",
+    trust_remote_code: TrustRemoteCode = False,
     block_size: Annotated[int, typer.Option(min=0, help="Where the folder does not say it.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Make a drafter that others trained an artifact, to evaluate it, or to start training from its folder."""
     from dflash.export.importing import import_drafter, verifier_of  # loads torch and Transformers
-    from dflash.pinning import pin
 
     with usage_errors():
-        if verifier:
-            pinned = pin(VerifierConfig(model=verifier, revision=revision))
-        else:
-            pinned = verifier_of(folder, revision=revision)
+        pinned = verifier_of(folder, model=verifier, revision=revision, trust_remote_code=trust_remote_code)
         made = import_drafter(folder, pinned, block_size=block_size)
     print(f"imported as {made.key}: {made.path}", file=sys.stderr)
     if as_json:

@@ -5,6 +5,7 @@ from typing import Any
 
 from dflash.decoding.acceptance import CHAIN
 from dflash.decoding.tables import NOT_MEASURED, Table, heading, markdown_table
+from dflash.export.facts import is_hub_id
 
 UNKNOWN = "not known"
 
@@ -13,7 +14,7 @@ def model_card(facts: Mapping[str, Any], *, kind: str, dtype: str) -> str:
     """Of `dflash.export.facts.facts_of`. What the record does not know is said to be unknown."""
     verifier, shape = facts["verifier"], facts["shape"]
     header = ["---", "library_name: dflash", "pipeline_tag: text-generation", "tags: [dflash, speculative-decoding]"]
-    if is_hub_id(verifier["name"]):
+    if is_hub_id(verifier["name"], verifier["revision"]):
         header.append(f"base_model: {verifier['name']}")
     last = "The output of the last layer, which is normed, is no tap."
     sections = [
@@ -66,10 +67,6 @@ def model_card(facts: Mapping[str, Any], *, kind: str, dtype: str) -> str:
         f"`{facts['drafter']}`.",
     ]
     return "\n\n".join(sections) + "\n"
-
-
-def is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name
 
 
 def _number(value: int | None) -> str:
@@ -150,6 +147,9 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
         for name, numbers in evaluation["categories"].items()
     ]
     weak, parity = evaluation["weak"], evaluation["parity"]
+    same = (
+        "as the process that evaluated it" if evaluation.get("parity_reference") == "evaluation" else "as in training"
+    )
     said = [
         "Acceptance length, 1 + accepted / rounds, with its 95 % interval. A round is one draft and one verification; "
         "engines draft the chain, tree N needs an engine that verifies trees.",
@@ -157,7 +157,7 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
         if weak
         else "Weak: no category's interval of the chain lies below the number of all responses.",
         f"A process of its own, given the folder, drafted {parity['agreement']:.1%} of {parity['compared']:,} tokens "
-        "as in training."
+        f"{same}."
         if parity
         else "It was not checked that another process drafts with it as in training.",
         *evaluation["notes"],

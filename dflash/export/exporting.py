@@ -7,7 +7,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,7 @@ from dflash.drafter.export import read_config, read_weights
 from dflash.drafter.formats import FORMATS, PUBLISHED, speculators_config
 from dflash.drafter.model import Drafter
 from dflash.export.card import model_card
-from dflash.export.facts import facts_of, report_on, shown
+from dflash.export.facts import facts_of, is_record, report_on
 from dflash.housekeeping import Lineage, lineage
 from dflash.manifests import HOST, MANIFEST, Manifest, file_sha256, load_manifest, remove_leftovers, verify
 from dflash.pinning import TOKENIZER_FILES, PinnedVerifier, pin
@@ -31,14 +33,23 @@ WEIGHTS = "model.safetensors"
 
 
 def export_drafter(
-    source: str, folder: Path, *, kind: str, dtype: str, verifier: str, revision: str, ungated: bool
+    source: str,
+    folder: Path,
+    *,
+    kind: str,
+    dtype: str,
+    verifier: str,
+    revision: str,
+    ungated: bool,
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write a drafter, given by its key (the beginning is enough) or its folder, into a new folder; returns that.
 
     `kind` is one of FORMATS. `dtype` is that of the weights, empty: as trained, bit for bit. `verifier` and `revision`
-    say where its verifier lies now; empty: where it did. Nothing is written where anything is wrong: raises ValueError
-    for an unknown kind or dtype, a drafter that is damaged, that the parity gate did not pass (unless `ungated`) or
-    that no other project could load, for another verifier, and for a folder that holds something.
+    say where its verifier lies now; empty: where it did. `trust_remote_code` is as in its recipe: the code is then part
+    of the verifier's identity. Nothing is written where anything is wrong: raises ValueError for an unknown kind or
+    dtype, a drafter that is damaged, that the parity gate did not pass (unless `ungated`) or that no other project
+    could load, for another verifier, and for a folder that holds something.
     """
     if kind not in FORMATS:
         raise ValueError(f"format {kind!r} is unknown; expected one of {', '.join(FORMATS)}")
@@ -57,7 +68,7 @@ def export_drafter(
             f"{drafter.key}: hidden size {config.hidden_size}, its verifier's is {config.verifier_hidden_size}; no "
             "other project loads such a drafter: train one without training.shape.hidden_size"
         )
-    pinned = _verifier_of(drafter, verifier, revision=revision)
+    pinned = _verifier_of(drafter, verifier, revision=revision, trust_remote_code=trust_remote_code)
     name = verifier or drafter.summary["verifier"]["name"]
     weights = load_file(drafter.path / WEIGHTS)
     stored = str(weights["fc.weight"].dtype).removeprefix("torch.")
@@ -72,7 +83,7 @@ def export_drafter(
             "the drafter rotates %g of each head: engines that build on Transformers' Qwen3 rotate all of it",
             config.rope["partial_rotary_factor"],
         )
-    facts = facts_of(drafter, config, pinned, made, name=shown(name) if Path(name).is_absolute() else name)
+    facts = facts_of(drafter, config, pinned, made, name=name)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent, folder.name)
     aside = folder.parent / f".{folder.name}.{HOST}.{os.getpid()}"
@@ -108,6 +119,11 @@ def drafter_of(source: str, made: Lineage) -> Manifest:
     path = Path(source).expanduser()
     if (path / MANIFEST).is_file():
         found = load_manifest(path)
+        if found.path.resolve() != path.resolve():
+            raise ValueError(
+                f"{path} is not {found.path}, where {found.key} of this data root lies; import it "
+                f"(dflash import {path}), or set DFLASH_HOME to the data root that it is in"
+            )
     elif path.is_dir():
         raise ValueError(
             f"{path} holds no {MANIFEST}, so it was not trained here; import it first: dflash import {path}"
@@ -135,13 +151,26 @@ def _refuse_unchecked(drafter: Manifest, made: Lineage) -> None:
     )
 
 
-def _verifier_of(drafter: Manifest, model: str, *, revision: str) -> PinnedVerifier:
-    """Raises ValueError where it is gone, or another one than the drafter was trained for."""
+def _verifier_of(drafter: Manifest, model: str, *, revision: str, trust_remote_code: bool) -> PinnedVerifier:
+    """Of the revision that is recorded, unless another is given. Raises ValueError where it is gone, or another one
+    than the drafter was trained for.
+    """
     trained_for = drafter.summary["verifier"]
-    pinned = pin(VerifierConfig(model=model or trained_for["name"], revision=revision))
+    model = model or trained_for["name"]
+    origin = drafter.summary.get("provenance")
+    known = [trained_for, origin["verifier"]] if is_record(origin) else [trained_for]
+    revision = revision or revision_of(model, *known)
+    pinned = pin(VerifierConfig(model=model, revision=revision, trust_remote_code=trust_remote_code))
     if pinned.identity != trained_for["identity"]:
         raise ValueError(
             f"{drafter.key} was trained for verifier {trained_for['name']} ({trained_for['identity'][:8]}); what is "
-            f"there as {pinned.name} is another one ({pinned.identity[:8]}): give the right one with --verifier"
+            f"there as {pinned.name} is another one ({pinned.identity[:8]}): give the right one with --verifier, and "
+            "--revision or --trust-remote-code where the recipe has them"
         )
     return pinned
+
+
+def revision_of(model: str, *records: Mapping[str, Any]) -> str:
+    """The first revision that is recorded for a verifier of that name, else the usual one."""
+    found = (str(record["revision"]) for record in records if record.get("revision") and record.get("name") == model)
+    return next(found, str(VerifierConfig.model_fields["revision"].default))

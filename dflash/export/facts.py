@@ -6,10 +6,11 @@ Reads manifests and reports, no weights. What is not known (any more) is null.
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash.bundled import LICENCES, PACKAGE, PREFIX
 from dflash.decoding.acceptance import CHAIN
+from dflash.decoding.parity import REFERENCE
 from dflash.decoding.tables import groups
 from dflash.decoding.verdict import load_evaluated
 from dflash.drafter.model import DrafterConfig
@@ -32,13 +33,28 @@ def report_on(drafter: Manifest, made: Lineage) -> tuple[str, dict[str, Any]] | 
     return newest.key, dict(load_evaluated(newest.path).report)
 
 
+def is_record(found: object) -> TypeGuard[dict[str, Any]]:
+    """Whether this is such a record, as other projects may have a provenance.json of another layout."""
+    return (
+        isinstance(found, dict)
+        and found.get("schema_version") == SCHEMA_VERSION
+        and isinstance(found.get("verifier"), dict)
+    )
+
+
+def is_hub_id(name: str, revision: str | None) -> bool:
+    """Of a verifier: a relative folder looks the same, but has no revision."""
+    return bool(revision) and name.count("/") == 1 and not name.startswith((".", "/", "~")) and ":" not in name
+
+
 def facts_of(
     drafter: Manifest, config: DrafterConfig, verifier: PinnedVerifier, made: Lineage, *, name: str
 ) -> dict[str, Any]:
     """The record that goes with an exported drafter as provenance.json; `name` is what the verifier is called there."""
     found = report_on(drafter, made)
-    evaluation = _evaluation(*found) if found else None
-    if origin := drafter.summary.get("provenance"):  # it was imported, and came with a record of its own
+    evaluation = _evaluation(*found, reference=REFERENCE in drafter.files) if found else None
+    origin = drafter.summary.get("provenance")
+    if is_record(origin):  # it was imported, and came with a record of its own
         return dict(origin) | ({"evaluation": evaluation} if evaluation else {})
     sources = {}
     step: Manifest | None = drafter
@@ -53,7 +69,7 @@ def facts_of(
         "made": drafter.created.isoformat(timespec="seconds"),
         "parameters": drafter.summary.get("parameters"),
         "verifier": {
-            "name": name,
+            "name": name if is_hub_id(name, verifier.revision) else shown(name),
             "revision": verifier.revision or None,
             "identity": verifier.identity,
             "dtype": trained_for["dtype"],
@@ -111,7 +127,10 @@ def shown(name: str) -> str:
     return name if name.startswith((PREFIX, PACKAGE, HUB)) else PurePath(name).name
 
 
-def _evaluation(key: str, report: Mapping[str, Any]) -> dict[str, Any]:
+def _evaluation(key: str, report: Mapping[str, Any], *, reference: bool) -> dict[str, Any]:
+    """`reference`: whether training left what it drafted, without which the parity gate compares with the evaluation's
+    own drafts, of the same folder.
+    """
     return {
         "report": key,
         "methods": report["methods"],
@@ -124,6 +143,7 @@ def _evaluation(key: str, report: Mapping[str, Any]) -> dict[str, Any]:
         "weak": weak_categories(report),
         "conditions": report.get("evaluated"),
         "parity": report["parity"],
+        "parity_reference": "training" if reference else "evaluation",
         "notes": report["notes"],
     }
 

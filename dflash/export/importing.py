@@ -19,7 +19,8 @@ from dflash.drafter.export import HEAD, check_weights, read_tensors, save_drafte
 from dflash.drafter.formats import SPECULATORS, as_published, format_of, own_weights
 from dflash.drafter.model import Drafter, DrafterConfig
 from dflash.drafter.vocabulary import MAPS
-from dflash.export.exporting import CHECKSUMS, PROVENANCE
+from dflash.export.exporting import CHECKSUMS, PROVENANCE, revision_of
+from dflash.export.facts import is_record
 from dflash.keys import imported_key
 from dflash.manifests import Artifact, Damaged, file_sha256, find, publish
 from dflash.pinning import PinnedVerifier, pin
@@ -28,18 +29,29 @@ from dflash.text_config import with_defaults
 log = logging.getLogger(__name__)
 
 
-def verifier_of(folder: Path, *, revision: str) -> PinnedVerifier:
-    """The verifier that a drafter's folder says it is for. Raises ValueError where it says none, or it is not here."""
-    recorded = _json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+def verifier_of(
+    folder: Path, *, model: str = "", revision: str = "", trust_remote_code: bool = False
+) -> PinnedVerifier:
+    """The verifier `model`, else the one that a drafter's folder says it is for; of the revision that it says, unless
+    one is given. Raises ValueError where it says none, or it is not here.
+    """
+    recorded = _recorded(folder).get("verifier", {})
+    if model:
+        revision = revision or revision_of(model, recorded)
+        return pin(VerifierConfig(model=model, revision=revision, trust_remote_code=trust_remote_code))
     method = _json(folder / "config.json").get("speculators_config") or {}
     # a record calls a verifier that lay in a folder by that folder's last name only
-    name = (method.get("verifier") or {}).get("name_or_path") or recorded.get("verifier", {}).get("name")
+    name = (method.get("verifier") or {}).get("name_or_path") or recorded.get("name")
     if not name:
         raise ValueError(f"{folder}: it does not say which verifier it is for; give --verifier")
     try:
-        return pin(VerifierConfig(model=name, revision=revision))
+        revision = revision or revision_of(name, recorded)
+        return pin(VerifierConfig(model=name, revision=revision, trust_remote_code=trust_remote_code))
     except ValueError as error:
-        raise ValueError(f"{folder}: its verifier {name!r} is not found ({error}); give --verifier") from None
+        raise ValueError(
+            f"{folder}: its verifier {name!r} at revision {revision!r} is not found ({error}); give --verifier, or "
+            "--revision"
+        ) from None
 
 
 def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -> Artifact:
@@ -52,7 +64,7 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
     folder = folder.expanduser()
     check_sums(folder)
     settings = _json(folder / "config.json")
-    recorded = _json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+    recorded = _recorded(folder)
     try:
         kind = format_of(settings)
         _refuse_other(recorded, verifier)
@@ -89,7 +101,12 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
     trained_in = recorded.get("verifier", {}).get("dtype")
     summary = {
         "parameters": sum(weight.numel() for weight in drafter.weights().values()),
-        "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": trained_in},
+        "verifier": {
+            "name": verifier.name,
+            "identity": verifier.identity,
+            "dtype": trained_in,
+            "revision": verifier.revision or None,
+        },
         "imported": {"folder": folder.name, "format": kind},
         "provenance": recorded or None,
     }
@@ -116,6 +133,21 @@ def check_sums(folder: Path) -> None:
             raise ValueError(f"{path} differs from its checksum in {CHECKSUMS}; get the folder again")
 
 
+def _recorded(folder: Path) -> dict[str, Any]:
+    """The record that an export left in the folder; nothing where there is none or it is of another layout."""
+    path = folder.expanduser() / PROVENANCE
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); get the folder again") from None
+    if is_record(found):
+        return dict(found)
+    log.warning("%s is no record of dflash export of this version, and not used", path)
+    return {}
+
+
 def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
@@ -130,10 +162,11 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _refuse_other(recorded: Mapping[str, Any], pinned: PinnedVerifier) -> None:
     known = recorded.get("verifier")
-    if known and known["identity"] != pinned.identity:
+    if known and known.get("identity") != pinned.identity:
         raise ValueError(
-            f"it is for verifier {known['name']} ({known['identity'][:8]}), not for {pinned.name} "
-            f"({pinned.identity[:8]}); give the right one with --verifier"
+            f"it is for verifier {known.get('name')} ({str(known.get('identity'))[:8]}), not for {pinned.name} "
+            f"({pinned.identity[:8]}); give the right one with --verifier, and --revision or --trust-remote-code where "
+            "it needs them"
         )
 
 

@@ -17,8 +17,9 @@ from dflash.config import (
 )
 from dflash.corpus.tokenization import tokenize
 from dflash.decoding.evaluation import evaluate
+from dflash.decoding.parity import REFERENCE, remember
 from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.model import Drafter, DrafterConfig, Ends
 from dflash.hidden.extraction import extract_shard, plan_shards, seal
 from dflash.hidden.store import HiddenStates
 from dflash.keys import training_key
@@ -51,8 +52,10 @@ class Made:
         self.hidden_states = seal(shards, extraction, corpus, self.verifier)
         self.store = HiddenStates.open(self.hidden_states.path)
 
-    def drafter(self, *, seed: int = 0, dtype: torch.dtype = torch.float32, **shape: object) -> Artifact:
-        """As training publishes it."""
+    def drafter(
+        self, *, seed: int = 0, dtype: torch.dtype = torch.float32, remembered: bool = False, **shape: object
+    ) -> Artifact:
+        """As training publishes it; `remembered`: with what it drafted."""
         settings = {"block_size": 5, "num_layers": 2, "mask_token_id": 3, "target_layer_ids": LAYERS} | shape
         config = DrafterConfig.from_verifier(self.store.verifier_config, **settings)  # type: ignore[arg-type]
         drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(dtype)
@@ -72,6 +75,9 @@ class Made:
         }
         with publish(key, summary=summary) as (folder, artifact):
             save_drafter(folder, drafter, head_UH=head_UH)
+            if remembered:
+                rows, ends = [self.store.read(row) for row in range(2)], Ends(self.store.frozen(), dtype=dtype)
+                remember(folder / REFERENCE, drafter=drafter, ends=ends, rows=rows, storage_dtype="float32")
         return artifact()
 
     def report(self, drafter: Artifact, *, parity: str = "on") -> Artifact:

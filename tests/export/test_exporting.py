@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dflash.config import VerifierConfig
 from dflash.drafter.export import load_drafter
+from dflash.export import importing
 from dflash.export.card import model_card
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, export_drafter
 from dflash.export.facts import shown, weak_categories
-from dflash.export.importing import check_sums, import_drafter
+from dflash.export.importing import check_sums, import_drafter, verifier_of
 from dflash.manifests import Artifact, home
 from tests.decoding.evaluated_small import full_report, response
 from tests.export.export_small import LAYERS, Made
@@ -34,9 +36,17 @@ def error(drafter: Artifact | str, folder: Path, **settings: Any) -> str:
 @pytest.fixture(scope="module")
 def drafter(made: Made) -> Artifact:
     """Evaluated, with the parity gate on."""
-    found = made.drafter()
+    found = made.drafter(remembered=True)
     made.report(found)
     return found
+
+
+@pytest.fixture(scope="module")
+def imported(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """A drafter of which nothing but weights and config is known, not evaluated."""
+    copy = tmp_path_factory.mktemp("theirs") / "foreign"
+    shutil.copytree(made.drafter(seed=4).path, copy, ignore=shutil.ignore_patterns("manifest.json"))
+    return import_drafter(copy, made.verifier, block_size=0)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "speculators"])
@@ -104,10 +114,7 @@ def test_a_category_is_weak_where_its_whole_interval_is_below_the_rest_and_the_c
     assert weak_categories(report) == ["writing"]
 
 
-def test_what_is_not_known_is_said_to_be_unknown(made: Made, tmp_path: Path) -> None:
-    copy = tmp_path / "foreign"
-    shutil.copytree(made.drafter(seed=4).path, copy, ignore=shutil.ignore_patterns("manifest.json"))
-    imported = import_drafter(copy, made.verifier, block_size=0)
+def test_what_is_not_known_is_said_to_be_unknown(imported: Artifact, tmp_path: Path) -> None:
     folder = export_drafter(imported.key, tmp_path / "out", **AS_IS)
     card = (folder / "README.md").read_text()
     for text in (
@@ -126,8 +133,71 @@ def test_what_is_not_known_is_said_to_be_unknown(made: Made, tmp_path: Path) -> 
 
 def test_a_card_names_the_hub_id_of_its_verifier(drafter: Artifact, tmp_path: Path) -> None:
     facts = json.loads((export_drafter(drafter.key, tmp_path / "out", **AS_IS) / PROVENANCE).read_text())
-    facts["verifier"]["name"] = "Qwen/Qwen3-8B"
+    facts["verifier"] |= {"name": "Qwen/Qwen3-8B", "revision": "0123abc"}
     assert "\nbase_model: Qwen/Qwen3-8B\n---" in model_card(facts, kind="dflash", dtype="bfloat16")
+
+
+def test_a_relative_folder_of_a_verifier_is_no_hub_id(
+    made: Made, drafter: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made.verifier.path, tmp_path / "models" / "qwen3")
+    monkeypatch.chdir(tmp_path)
+    folder = export_drafter(drafter.key, tmp_path / "out", **AS_IS | {"verifier": "models/qwen3"})
+    assert json.loads((folder / PROVENANCE).read_text())["verifier"]["name"] == "qwen3"
+    assert "base_model" not in (folder / "README.md").read_text()
+
+
+def test_the_card_of_an_imported_drafter_does_not_say_that_it_drafts_as_in_training(
+    made: Made, imported: Artifact, tmp_path: Path
+) -> None:
+    copy = tmp_path / "theirs"
+    shutil.copytree(imported.path, copy, ignore=shutil.ignore_patterns("manifest.json"))
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 1000}))
+    evaluated = import_drafter(copy, made.verifier, block_size=0)
+    made.report(evaluated)
+    card = (export_drafter(evaluated.key, tmp_path / "out", **AS_IS) / "README.md").read_text()
+    assert "tokens as the process that evaluated it." in card
+    assert "as in training" not in card
+
+
+def test_a_folder_of_another_data_root_is_not_taken_for_the_artifact_of_its_key(
+    drafter: Artifact, tmp_path: Path
+) -> None:
+    shutil.copytree(drafter.path, tmp_path / "copy")
+    said = error(str(tmp_path / "copy"), tmp_path / "out")
+    for text in (str(tmp_path / "copy"), str(drafter.path), "dflash import", "DFLASH_HOME"):
+        assert text in said
+    (tmp_path / "link").symlink_to(drafter.path)
+    export_drafter(str(tmp_path / "link"), tmp_path / "out", **AS_IS)
+
+
+def test_a_verifier_is_pinned_at_its_recorded_revision_and_with_its_code_where_asked(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted = tmp_path / "trusted"
+    shutil.copytree(made.verifier.path, trusted)
+    (trusted / "modeling.py").write_text("pass\n")
+    copy = tmp_path / "theirs"
+    shutil.copytree(made.drafter(seed=6).path, copy, ignore=shutil.ignore_patterns("manifest.json"))
+    verifier = verifier_of(copy, model=str(trusted), trust_remote_code=True)
+    found = import_drafter(copy, verifier, block_size=0)
+    assert "--revision or --trust-remote-code" in error(found, tmp_path / "out")
+    export_drafter(found.key, tmp_path / "out", **AS_IS | {"trust_remote_code": True})
+
+    asked = []
+
+    def remember(config: VerifierConfig) -> None:
+        asked.append((config.model, config.revision))
+        raise ValueError("not here")
+
+    monkeypatch.setattr(importing, "pin", remember)
+    record = {"schema_version": 1, "verifier": {"name": "Qwen/Qwen3-8B", "revision": "0123abc"}}
+    (copy / PROVENANCE).write_text(json.dumps(record))
+    for model, revision in (("", ""), ("Qwen/Qwen3-8B", ""), ("", "v2"), ("other/one", "")):
+        with pytest.raises(ValueError, match="not here"):
+            verifier_of(copy, model=model, revision=revision)
+    assert asked == [("Qwen/Qwen3-8B", "0123abc")] * 2 + [("Qwen/Qwen3-8B", "v2"), ("other/one", "main")]
 
 
 def test_a_drafter_that_the_parity_gate_did_not_pass_is_refused_unless_asked(made: Made, tmp_path: Path) -> None:

@@ -138,13 +138,33 @@ def test_an_export_says_itself_which_verifier_it_is_for_and_keeps_its_record(
     record = tmp_path / "out" / PROVENANCE
     found = json.loads(record.read_text())
     (tmp_path / "out" / CHECKSUMS).unlink()
-    record.write_text(json.dumps({"verifier": {"name": "moved"}}))
-    assert "its verifier 'moved' is not found" in error(tmp_path / "out", verifier="")
+    record.write_text(json.dumps({"schema_version": 1, "verifier": {"name": "moved"}}))
+    assert "its verifier 'moved' at revision 'main' is not found" in error(tmp_path / "out", verifier="")
     found["verifier"]["identity"] = "0" * 16
     record.write_text(json.dumps(found))
     assert "it is for verifier bundled:demo-verifier (00000000), not for bundled:demo-verifier" in error(
         tmp_path / "out"
     )
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"verifier": {"name": VERIFIER, "identity": "0" * 16}},
+        {"schema_version": 1, "verifier": VERIFIER},
+        {"schema_version": 2, "verifier": {}},
+        [VERIFIER],
+    ],
+)
+def test_a_record_of_another_layout_is_not_used(drafter: Artifact, tmp_path: Path, record: object) -> None:
+    folder = exported(drafter, tmp_path / "out", "dflash")
+    (folder / CHECKSUMS).unlink()
+    (folder / PROVENANCE).write_text(json.dumps(record))
+    assert "it does not say which verifier" in error(folder, verifier="")
+    imported = read(folder)
+    assert imported.summary["provenance"] is None
+    again = exported(imported, tmp_path / "again", "dflash")
+    assert json.loads((again / PROVENANCE).read_text())["drafter"] == imported.key
 
 
 def test_an_imported_drafter_is_evaluated_and_training_starts_from_it(
