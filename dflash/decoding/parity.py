@@ -366,8 +366,10 @@ def is_near_tie(
         anchors_A=torch.tensor([anchor], device=device),
         context=served.drafter.context(features_TF[:anchor].to(device)),
     )
-    logprobs_SV = served.ends.logits(hidden_1SH[0]).float().log_softmax(-1)
-    labels_S = ids_T[anchor + 1 : anchor + slot + 2]
+    logprobs_SV = served.ends.draft_logits(hidden_1SH[0]).float().log_softmax(-1)
+    labels_S = served.ends.places(ids_T[anchor + 1 : anchor + slot + 2])
+    if (labels_S < 0).any():  # what the drafter cannot propose is never nearly drafted
+        return False
     scores_S = logprobs_SV[torch.arange(len(labels_S), device=device), labels_S]
     if budget is None:
         best_2 = logprobs_SV[slot].topk(2).values
