@@ -1,12 +1,15 @@
 """What the nightly evaluation shows beside reports: the verifier's history, as a plot and in W&B. Evaluates nothing."""
 
+import hashlib
+import json
 from pathlib import Path
 
 from dflash import plots
 from dflash.decoding.history import read_history, series
 from dflash.decoding.page import history_figure
 from dflash.decoding.verdict import load_evaluated
-from dflash.training.tracking import tracked_run
+from dflash.manifests import home
+from dflash.training.tracking import tracked_run, tracking_mode
 
 STEP = "evaluation/step"
 
@@ -19,7 +22,7 @@ def history_svg(report: Path) -> str:
 
 
 def track(report: Path, *, recipe: str, mode: str, project: str) -> int:
-    """Log the verifier's evaluations that W&B does not have yet, up to now; returns how many there are in all.
+    """Log the verifier's evaluations that were not logged yet; returns how many there are in all.
 
     All of a verifier are one run, with a row per report, whose number in the history is the step. `mode` is
     training.tracking, `report` the folder of one of them, which says what can stand beside it.
@@ -33,9 +36,15 @@ def track(report: Path, *, recipe: str, mode: str, project: str) -> int:
             if length is not None:
                 lengths.setdefault(created.timestamp(), {})[f"evaluation/acceptance_length/{method}"] = length
     rows = [{STEP: float(number)} | lengths[created] for number, created in enumerate(sorted(lengths))]
+    beside = json.dumps([facts["schema_version"], verifier["dtype"], facts["overall"]["tokens"]])  # as in the history
+    kind = f"{facts['overall']['responses']}-{hashlib.sha256(beside.encode()).hexdigest()[:6]}"
+    run_id = f"evaluations-{verifier['identity'][:12]}-{kind}"
+    logged = home() / "wandb" / f"{run_id}.rows"  # how many were logged, so that a night with nothing new starts no run
+    if tracking_mode(mode) == "disabled" or (logged.exists() and int(logged.read_text()) == len(rows)):
+        return len(rows)
     with tracked_run(
         mode,
-        run_id=f"evaluations-{verifier['identity'][:12]}-{facts['overall']['responses']}",
+        run_id=run_id,
         project=project,
         name=f"evaluations of {verifier['name']}",
         group="",
@@ -44,4 +53,5 @@ def track(report: Path, *, recipe: str, mode: str, project: str) -> int:
         step=STEP,
     ):
         pass
+    logged.write_text(str(len(rows)))
     return len(rows)

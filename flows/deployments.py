@@ -3,7 +3,8 @@
     python -m flows.deployments
 
 Run again, it brings what is registered up to date. What a person has set in the UI stays: schedules added there, and
-whether a schedule is active.
+whether a schedule is active; and deployments that were moved from the pool of this machine to another one (`prefect
+deploy --name NAME --pool OTHER`) stay there, with what they need there.
 """
 
 import os
@@ -21,6 +22,7 @@ from prefect.utilities.callables import parameter_schema
 from prefect.utilities.templating import apply_values
 
 from flows import recipes
+from flows.server import POOL
 
 
 def register(client: SyncPrefectClient, path: Path) -> list[str]:
@@ -33,10 +35,16 @@ def register(client: SyncPrefectClient, path: Path) -> list[str]:
         flow = recipes.load_flow(deployment["entrypoint"])
         if flow.name not in flow_ids:
             flow_ids[flow.name] = client.create_flow_from_name(flow.name)
+        work_pool = deployment["work_pool"]
+        pool, steps, variables = work_pool["name"], pull_steps, work_pool.get("job_variables")
+        schedules: list[DeploymentSchedule] = []
         try:
-            there = client.read_deployment_by_name(name).schedules
+            there = client.read_deployment_by_name(name)
+            schedules = there.schedules
+            if pool == POOL and there.work_pool_name not in (None, POOL):
+                pool, steps, variables = there.work_pool_name, there.pull_steps, there.job_variables
         except ObjectNotFound:
-            there = []
+            pass
         limit = deployment["concurrency_limit"]
         client.create_deployment(
             flow_ids[flow.name],
@@ -48,12 +56,12 @@ def register(client: SyncPrefectClient, path: Path) -> list[str]:
             parameter_openapi_schema=parameter_schema(flow).model_dump(exclude_unset=True),
             enforce_parameter_schema=True,
             entrypoint=deployment["entrypoint"],
-            pull_steps=pull_steps,
-            work_pool_name=deployment["work_pool"]["name"],
-            job_variables=deployment["work_pool"].get("job_variables"),
+            pull_steps=steps,
+            work_pool_name=pool,
+            job_variables=variables,
             concurrency_limit=limit["limit"],
             concurrency_options=ConcurrencyOptions(collision_strategy=limit["collision_strategy"]),
-            schedules=_schedules(deployment.get("schedules", []), there),
+            schedules=_schedules(deployment.get("schedules", []), schedules),
         )
     return list(known)
 

@@ -73,7 +73,7 @@ def nightly_evaluation(
         report = parts.report(drafter, evaluation_states)
         parts.verdict(drafter, report, evaluation_states)
         new = any(step.state == "ran" for step in record.stages)
-        show_history(report, recipe=recipe, training=training, track=new)
+        show_history(report, recipe=recipe, training=training)
         if record.verdict == "worse":
             worse.append(f"{drafter.key} is worse than the champion {record.champion}: {record.reason}")
             _emit(WORSE_EVENT, drafter, report, recipe=recipe, reason=record.reason, champion=record.champion)
@@ -98,7 +98,13 @@ def drift_check(
     """Whether a drafter does worse on the evaluation prompts of these settings than in the report that is known."""
     parts = Parts(settings, recipe=recipe, record=RunRecord(recipe=recipe))
     new = parts.report(drafter, parts.evaluation_states())
-    return drift_task(known, new, tree_budget=settings.training.tree_budget, largest_drop=nightly.largest_drop)
+    return drift_task(
+        known,
+        new,
+        tree_budget=settings.training.tree_budget,
+        largest_drop=nightly.largest_drop,
+        minimum_conversations=settings.evaluation.minimum_conversations,
+    )
 
 
 def _emit(event: str, drafter: Artifact, report: Artifact, **facts: Any) -> None:

@@ -45,7 +45,7 @@ def evaluation(
     return artifact
 
 
-@task(name="verdict", task_run_name="verdict", persist_result=False)
+@task(name="verdict", task_run_name="verdict", persist_result=False, tags=[GPU])  # may evaluate the champion
 def verdict(
     config: EvaluationConfig,
     drafter: Artifact,

@@ -12,8 +12,8 @@ from dflash.manifests import Artifact
 
 
 @task(name="history", task_run_name="history", persist_result=False)
-def show_history(report: Artifact, *, recipe: str, training: TrainingConfig, track: bool) -> None:
-    """The plot of all evaluations that stand beside the report; `track`: they are logged to W&B as training is."""
+def show_history(report: Artifact, *, recipe: str, training: TrainingConfig) -> None:
+    """The plot of all evaluations that stand beside the report; those that are new are logged to W&B as training is."""
     from dflash import nightly  # loads matplotlib and W&B
 
     image = base64.b64encode(nightly.history_svg(report.path).encode()).decode()
@@ -22,12 +22,13 @@ def show_history(report: Artifact, *, recipe: str, training: TrainingConfig, tra
         key="nightly-history",
         description="Acceptance length of the verifier's drafters, by the time of their evaluation",
     )
-    if track:
-        nightly.track(report.path, recipe=recipe, mode=training.tracking, project=training.project)
+    nightly.track(report.path, recipe=recipe, mode=training.tracking, project=training.project)
 
 
 @task(name="drift", task_run_name="drift", persist_result=False)
-def drift(known: Artifact, new: Artifact, *, tree_budget: int, largest_drop: float) -> dict[str, Any]:
+def drift(
+    known: Artifact, new: Artifact, *, tree_budget: int, largest_drop: float, minimum_conversations: int
+) -> dict[str, Any]:
     """Whether retraining is due, from a drafter's reports on its evaluation set and on new prompts."""
     from dflash.decoding import drift as library
     from dflash.decoding.judging import method_of
@@ -35,7 +36,9 @@ def drift(known: Artifact, new: Artifact, *, tree_budget: int, largest_drop: flo
 
     one, other = (load_evaluated(report.path).report for report in (known, new))
     method = method_of(one["methods"], tree_budget=tree_budget)
-    found = library.drift(one, other, method=method, largest_drop=largest_drop)
+    found = library.drift(
+        one, other, method=method, largest_drop=largest_drop, minimum_conversations=minimum_conversations
+    )
     create_markdown_artifact(
         f"Retraining is **{found.retraining}**.\n\n{found.method}: {found.reason}\n",
         key="drift",

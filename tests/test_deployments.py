@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.flows import load_flow_from_entrypoint
 
 from dflash.config import Recipe
@@ -93,6 +94,13 @@ def test_registering_does_what_prefect_deploy_does_and_again_changes_nothing(
     assert [one.active for one in client.read_deployment_by_name("nightly-evaluation/qwen3-8b-ddtree").schedules] == [
         True
     ]
+    # and so does what was moved to another pool
+    open_pool(client, "elsewhere")
+    moved = client.read_deployment_by_name("pipeline/demo")
+    client.update_deployment(moved.id, DeploymentUpdate(work_pool_name="elsewhere", job_variables={"env": {"A": "1"}}))
+    register(client, recipes.prefect_yaml())
+    there = client.read_deployment_by_name("pipeline/demo")
+    assert (there.work_pool_name, there.job_variables) == ("elsewhere", {"env": {"A": "1"}})
     done = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"],
         env={**os.environ, "PREFECT_API_URL": prefect_server, "PWD": str(PROJECT)},

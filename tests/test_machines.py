@@ -21,6 +21,7 @@ import pytest
 from dflash.config import TrainingConfig
 from dflash.manifests import Artifact, Key, publish
 from dflash.training import launch
+from flows import reaper
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +74,17 @@ def test_what_the_container_file_copies_is_enough_to_plan_a_recipe(tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(json.loads(done.stdout.splitlines()[-1])["stages"]) == 8
+
+
+def test_runs_elsewhere_are_heard_of_before_they_count_as_dead_and_keep_what_they_download() -> None:
+    often = reaper.SILENT_AFTER.total_seconds() / 3
+    for template in TEMPLATES:
+        environment = json.loads(template.read_text())["variables"]["properties"]["env"]["default"]
+        assert int(environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) < often
+        assert environment["HF_HOME"].startswith(environment["DFLASH_HOME"])
+    for script in SCRIPTS:
+        for seconds in re.findall(r"HEARTBEAT_FREQUENCY=(\d+)", script.read_text()):
+            assert int(seconds) < often
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -194,31 +206,38 @@ Interval = tuple[float, float]
 
 
 @pytest.fixture
-def two_trainings(prefect_server: str, tmp_path: Path) -> Callable[[], list[Interval]]:
-    """Two runs at once of a task made as trainings are; gives when each began to work and when it ended."""
+def two_trainings(prefect_server: str, tmp_path: Path) -> Callable[[float], list[Interval]]:
+    """Two runs at once of a task made as trainings are, that each wait some seconds for the other to begin; gives when
+    each began to work and when it ended."""
     from prefect import flow
 
     from tasks.stage import GPU, stage
 
-    def key_of(name: str) -> Key:
-        return Key(stage="training", recipe=1, config={"test": str(tmp_path), "name": name}, inputs={})
+    def key_of(name: str, together: Path, patience: float) -> Key:
+        return Key(stage="training", recipe=1, config={"test": str(together), "name": name}, inputs={})
 
     @stage(key_of, name="training", hours=1, run_name="training", tags=[GPU])
-    def train(name: str) -> Artifact:
+    def train(name: str, together: Path, patience: float) -> Artifact:
         began = time.monotonic()
-        time.sleep(2)
-        with publish(key_of(name), summary={"times": [began, time.monotonic()]}) as (folder, published):
+        (together / name).touch()
+        while time.monotonic() < began + patience and len(list(together.iterdir())) < 2:
+            time.sleep(0.05)
+        with publish(key_of(name, together, patience), summary={"times": [began, time.monotonic()]}) as (folder, made):
             (folder / "weights").write_text(name)
-        return published()
+        return made()
 
     @flow(name="train", persist_result=False)
-    def run(name: str) -> Any:
-        return train(name).summary["times"]
+    def run(name: str, together: Path, patience: float) -> Any:
+        return train(name, together, patience).summary["times"]
 
-    def both() -> list[Interval]:
-        names = [f"{number}-{time.monotonic()}" for number in range(2)]
+    def both(patience: float) -> list[Interval]:
+        together = tmp_path / f"patience-{patience}"
+        together.mkdir()
         with ThreadPoolExecutor(2) as threads:  # each with this thread's settings
-            runs = [threads.submit(contextvars.copy_context().run, run, name) for name in names]
+            runs = [
+                threads.submit(contextvars.copy_context().run, run, name, together, patience)
+                for name in ("first", "second")
+            ]
             return sorted(run.result() for run in runs)
 
     return both
@@ -226,9 +245,9 @@ def two_trainings(prefect_server: str, tmp_path: Path) -> Callable[[], list[Inte
 
 @pytest.mark.xdist_group("flows")
 def test_two_trainings_share_a_gpu_only_where_no_limit_says_otherwise(
-    prefect_server: str, two_trainings: Callable[[], list[Interval]]
+    prefect_server: str, two_trainings: Callable[[float], list[Interval]]
 ) -> None:
-    (first, second) = two_trainings()
+    (first, second) = two_trainings(60)
     assert second[0] < first[1]  # at the same time
 
     def prefect(*words: str) -> None:
@@ -237,7 +256,7 @@ def test_two_trainings_share_a_gpu_only_where_no_limit_says_otherwise(
 
     prefect("concurrency-limit", "create", "gpu", "1")
     try:
-        (first, second) = two_trainings()
+        (first, second) = two_trainings(3)
         assert second[0] >= first[1]  # one after the other
     finally:
         prefect("concurrency-limit", "delete", "gpu")
@@ -248,8 +267,8 @@ def test_whatever_loads_a_model_counts_as_using_a_gpu() -> None:
     from tasks.stage import GPU
 
     loads = {
-        training.training, evaluation.evaluation, extraction.extract_shard, extraction.probe_extraction,
-        generation.generate_chunk,
+        training.training, evaluation.evaluation, evaluation.verdict, extraction.extract_shard,
+        extraction.probe_extraction, generation.generate_chunk,
     }  # fmt: skip
     assert all(GPU in task.tags for task in loads)
     assert GPU not in extraction.seal_extraction.tags

@@ -71,13 +71,17 @@ class Nights:
         (found,) = self.client.read_flow_runs(flow_run_filter=only)
         return found
 
-    def events(self, name: str) -> list[dict[str, Any]]:
+    def event(self, name: str, *, drafter: str) -> dict[str, Any]:
+        """The server stores events some seconds after they were emitted."""
         body = {"filter": EventFilter.model_validate({"event": {"name": [name]}}).model_dump(mode="json")}
         deadline = time.monotonic() + 30
-        while not (found := self.client.request("POST", "/events/filter", json=body).json()["events"]):
+        while True:
+            found = self.client.request("POST", "/events/filter", json=body).json()["events"]
+            for event in found:
+                if event["payload"]["drafter"] == drafter:
+                    return dict(event)
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        return list(found)
 
     @property
     def verifier(self) -> str:
@@ -112,8 +116,7 @@ def test_a_drafter_that_is_worse_than_the_champion_stands_out(nights: Nights) ->
     assert (state.name, state.type) == ("Worse", "COMPLETED")
     assert Path(nights.bad).name in str(state.message)
     assert {step.state for step in nights.record.stages} == {"cached"}
-    (event, *_) = nights.events("dflash.evaluation.worse")
-    assert event["payload"]["drafter"] == Path(nights.bad).name
+    event = nights.event("dflash.evaluation.worse", drafter=Path(nights.bad).name)
     assert event["payload"]["champion"] == Path(nights.good).name
     assert "nights" in nights.last_run().name
 
@@ -152,7 +155,7 @@ def test_the_pipeline_is_started_only_where_it_is_registered(nights: Nights) -> 
 
 def report(tau: float, low: float | None, high: float | None, **others: Any) -> dict[str, Any]:
     interval = None if low is None else [low, high]
-    overall = {"acceptance_length": {"tree8": tau}, "interval": {"tree8": interval}}
+    overall = {"acceptance_length": {"tree8": tau}, "interval": {"tree8": interval}, "conversations": 8}
     return {"drafter": "d", "schema_version": 1, "conditions": {}, "overall": overall} | others
 
 
@@ -172,8 +175,15 @@ def report(tau: float, low: float | None, high: float | None, **others: Any) -> 
     ],
 )
 def test_retraining_is_due_where_a_large_drop_is_certain(new: dict[str, Any], verdict: str, reason: str) -> None:
-    found = drift(report(2.5, 2.45, 2.55), new, method="tree8", largest_drop=0.1)
+    found = drift(report(2.5, 2.45, 2.55), new, method="tree8", largest_drop=0.1, minimum_conversations=8)
     assert found.retraining == verdict
     assert re.search(reason, found.reason)
     if found.interval:  # of the difference, which it holds
         assert found.interval[0] < found.new - found.known < found.interval[1]  # type: ignore[operator]
+
+
+def test_too_few_conversations_say_nothing_of_drift() -> None:
+    few = report(2.0, 1.9, 2.1)
+    few["overall"]["conversations"] = 7
+    found = drift(report(2.5, 2.45, 2.55), few, method="tree8", largest_drop=0.1, minimum_conversations=8)
+    assert (found.retraining, found.reason[:15]) == ("unknown", "7 conversations")

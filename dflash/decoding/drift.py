@@ -31,7 +31,14 @@ class Drift:
     interval: Interval | None = None
 
 
-def drift(known: Mapping[str, Any], new: Mapping[str, Any], *, method: str, largest_drop: float) -> Drift:
+def drift(
+    known: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    method: str,
+    largest_drop: float,
+    minimum_conversations: int,
+) -> Drift:
     """Compare the reports of one drafter on its evaluation set and on new prompts.
 
     `largest_drop`: the share of the acceptance length beyond 1 that may be lost, as it is what the drafter adds.
@@ -39,6 +46,10 @@ def drift(known: Mapping[str, Any], new: Mapping[str, Any], *, method: str, larg
     for name in ("drafter", "schema_version", "conditions"):
         if known[name] != new[name]:
             return Drift("unknown", f"{name} {known[name]} and {new[name]}; evaluate both in the same way", method)
+    fewest = min(report["overall"]["conversations"] for report in (known, new))
+    if fewest < minimum_conversations:
+        few = f"{fewest} conversations are too few for a trustworthy interval; give {minimum_conversations} or more"
+        return Drift("unknown", few, method)
     first, second = (report["overall"]["acceptance_length"].get(method) for report in (known, new))
     intervals = [report["overall"]["interval"].get(method) for report in (known, new)]
     if None in (first, second, *intervals):

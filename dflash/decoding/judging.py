@@ -9,11 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from filelock import FileLock
+
 from dflash.config import EvaluationConfig
 from dflash.decoding.acceptance import CHAIN, method_name, num_nodes
 from dflash.decoding.champions import Champion, Overtaken, champion_of, promote
 from dflash.decoding.evaluation import SEED, evaluate, usual_budget
-from dflash.decoding.history import append
+from dflash.decoding.history import append, read_history
 from dflash.decoding.tables import code, escaped
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
 from dflash.drafter.export import read_config
@@ -114,13 +116,19 @@ def _report_on(
         return None, f"the champion {champion.drafter} is not whole any more: {error}"
     if layers != hidden_states.summary["target_layer_ids"]:
         return None, f"the champion has taps {layers}, the hidden states {hidden_states.summary['target_layer_ids']}"
-    try:
-        found = find(evaluation_key(config, drafter, hidden_states, verifier))
-    except Damaged:
-        found = None
-    if not found:
-        log.info("the champion %s has no report on these responses yet", champion.drafter)
-        found = evaluate(config, drafter, hidden_states, verifier)
+    key = evaluation_key(config, drafter, hidden_states, verifier)
+    (home() / "locks").mkdir(parents=True, exist_ok=True)
+    with FileLock(home() / "locks" / f"{key}-champion.lock"):  # of two runs that judge at once one makes it
+        try:
+            found = find(key)
+        except Damaged:
+            found = None
+        if not found:
+            log.info("the champion %s has no report on these responses yet", champion.drafter)
+            try:
+                found = evaluate(config, drafter, hidden_states, verifier)
+            except (ValueError, AssertionError) as error:  # the candidate's own report is sound
+                return None, f"the champion {champion.drafter} cannot be evaluated any more: {error}"
     return found, ""
 
 
@@ -158,9 +166,11 @@ def _found(name: str, stage: str) -> Manifest:
     if named and named[0].stage == stage:
         return named[0]
     if named and named[0].stage == "training":
-        for report in known:
-            if report.stage == stage and report.inputs["drafter"] == named[0].identity:
-                return report
+        reports = [m for m in known if m.stage == stage and m.inputs["drafter"] == named[0].identity]
+        noted = set(read_history(named[0].summary["verifier"]["identity"])["report"]) if reports else set()
+        # those on new prompts, of the check for drift, are in no history
+        for report in [m for m in reports if m.key in noted] or reports:
+            return report
         raise ValueError(f"{name}: {named[0].key} has no report yet; run a recipe that evaluates it")
     raise ValueError(f"{name}: no report, and no drafter with one, begins so under {home()}; dflash ls shows them")
 
