@@ -65,7 +65,17 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
 
 def registered(client: SyncPrefectClient) -> dict[str, dict[str, Any]]:
     """What the server knows of each deployment, times of change and such left out."""
-    volatile = {"created", "updated", "updated_by", "created_by", "last_polled", "version_id", "version_info", "labels"}
+    volatile = {
+        "version",
+        "created",
+        "updated",
+        "updated_by",
+        "created_by",
+        "last_polled",
+        "version_id",
+        "version_info",
+        "labels",
+    }
     found = {name: client.read_deployment_by_name(name).model_dump(mode="json", exclude=volatile) for name in KNOWN}
     for deployment in found.values():
         deployment["schedules"] = [(one["slug"], one["schedule"], one["active"]) for one in deployment["schedules"]]

@@ -316,7 +316,7 @@ def test_workers_end_when_their_parent_is_killed(verifier: PinnedVerifier, tmp_p
     )
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout
-    assert [parent.stdout.readline() for _ in range(2)] == ["busy\n"] * 2
+    assert "".join(parent.stdout.readline() for _ in range(2)).split() in (["busy"] * 2, ["busybusy"])
     workers = children_of(parent.pid)
     assert len(workers) >= 2
     parent.send_signal(signal.SIGKILL)

@@ -123,7 +123,7 @@ def test_compare_says_by_its_exit_code_which_is_better(judged: Judged) -> None:
 
 
 def test_names_in_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
-    responses = [response(f"p{number}", category="[/maths]") for number in range(3)]
+    responses = [response(f"p{number}", category="[/maths]") for number in range(8)]
     (tmp_path / "report.json").write_text(json.dumps(small_report(responses)))
     write_responses(tmp_path, responses)
     code, output = run("compare", str(tmp_path), str(tmp_path))

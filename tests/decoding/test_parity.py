@@ -208,7 +208,7 @@ def test_a_draft_is_a_near_tie_where_the_drafter_cannot_tell_tokens_apart(gate: 
     assert not near_tie(worst)
     head_VH = served.ends.head_VH.clone()
     head_VH[worst] = head_VH[best]
-    served.ends.head_VH = head_VH
+    served.ends.head_VH = served.ends.draft_head_UH = head_VH
     tree_of_one = budget in (None, 1)
     assert near_tie(worst) == near_tie(best) == tree_of_one, "in a larger tree both have a place"
 
@@ -306,7 +306,7 @@ def test_a_training_that_put_blocks_elsewhere_is_named(
 
 def test_a_training_with_another_head_is_named(gate: Gate, tmp_path: Path) -> None:
     tied = copy.copy(gate.ends)
-    tied.head_VH = gate.ends.embedding_VH
+    tied.head_VH = tied.draft_head_UH = gate.ends.embedding_VH
     expect(answer(gate.request(tmp_path, ends=tied)), "head", "embedding was the head")
 
 

@@ -34,14 +34,25 @@ def close(left, right, *, tolerance=1e-5):
 
 
 def descendants(pid: int) -> list[int]:
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # it has ended since its parent was asked
     return children + [further for child in children for further in descendants(child)]
+
+
+def environment(pid: int) -> bytes:
+    """Empty where the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def pid_of_rank(rank: int) -> int:
     """Of the trainers that this process started."""
     for pid in descendants(os.getpid()):
-        if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+        if f"\0RANK={rank}\0".encode() in environment(pid):
             return pid
     raise AssertionError(f"rank {rank} is not there")
 
@@ -75,7 +86,7 @@ def test_a_run_of_two_processes_stops_together_and_another_number_of_them_contin
     (first,) = in_progress(training_key(two, states)).glob("step-*")
 
     launch_and_cancel(two.model_copy(update={"parallel": "fsdp"}), states)
-    assert not [pid for pid in descendants(os.getpid()) if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+    assert not [pid for pid in descendants(os.getpid()) if b"RANK=" in environment(pid)]
     (second,) = set(in_progress(training_key(two, states)).glob("step-*")) - {first}
     assert int(first.name[5:]) < int(second.name[5:]) < alone.summary["steps"]
     assert close(weights(train(make_config(**changes), states)), expected, tolerance=1e-4)
@@ -95,7 +106,7 @@ def test_a_rank_that_is_killed_ends_the_training_with_its_cause_and_not_a_hang()
     with pytest.raises(RuntimeError, match=r"^rank 1 of training was killed by SIGKILL \(out of memory\?\)"):
         launch(config, states, progress=kill)
     assert time.monotonic() - t0 < 60
-    assert not [pid for pid in descendants(os.getpid()) if b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
+    assert not [pid for pid in descendants(os.getpid()) if b"RANK=" in environment(pid)]
 
 
 def test_steps_that_cannot_be_dealt_evenly_are_refused():
