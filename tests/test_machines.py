@@ -1,6 +1,5 @@
-"""More than one machine: the templates in deploy/ are valid, an image holds what runs need, trainings share no GPU."""
+"""More than one machine: the templates in deploy/ are valid, an image holds what runs need."""
 
-import contextvars
 import json
 import os
 import re
@@ -8,10 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import pytest
 
 from dflash.config import TrainingConfig
-from dflash.manifests import Artifact, Key, publish
 from dflash.training import launch
 from flows import reaper
 from tests.conftest import free_port
@@ -200,66 +196,6 @@ def test_a_server_makes_a_pool_of_a_template(path: Path, prefect_server: str) ->
         pool = client.read_work_pool(name)
         assert (pool.type, pool.base_job_template) == (path.stem, json.loads(path.read_text()))
         client.delete_work_pool(name)
-
-
-Interval = tuple[float, float]
-
-
-@pytest.fixture
-def two_trainings(prefect_server: str, tmp_path: Path) -> Callable[[float], list[Interval]]:
-    """Two runs at once of a task made as trainings are, that each wait some seconds for the other to begin; gives when
-    each began to work and when it ended."""
-    from prefect import flow
-
-    from tasks.stage import GPU, stage
-
-    def key_of(name: str, together: Path, patience: float) -> Key:
-        return Key(stage="training", recipe=1, config={"test": str(together), "name": name}, inputs={})
-
-    @stage(key_of, name="training", hours=1, run_name="training", tags=[GPU])
-    def train(name: str, together: Path, patience: float) -> Artifact:
-        began = time.monotonic()
-        (together / name).touch()
-        while time.monotonic() < began + patience and len(list(together.iterdir())) < 2:
-            time.sleep(0.05)
-        with publish(key_of(name, together, patience), summary={"times": [began, time.monotonic()]}) as (folder, made):
-            (folder / "weights").write_text(name)
-        return made()
-
-    @flow(name="train", persist_result=False)
-    def run(name: str, together: Path, patience: float) -> Any:
-        return train(name, together, patience).summary["times"]
-
-    def both(patience: float) -> list[Interval]:
-        together = tmp_path / f"patience-{patience}"
-        together.mkdir()
-        with ThreadPoolExecutor(2) as threads:  # each with this thread's settings
-            runs = [
-                threads.submit(contextvars.copy_context().run, run, name, together, patience)
-                for name in ("first", "second")
-            ]
-            return sorted(run.result() for run in runs)
-
-    return both
-
-
-@pytest.mark.xdist_group("flows")
-def test_two_trainings_share_a_gpu_only_where_no_limit_says_otherwise(
-    prefect_server: str, two_trainings: Callable[[float], list[Interval]]
-) -> None:
-    (first, second) = two_trainings(60)
-    assert second[0] < first[1]  # at the same time
-
-    def prefect(*words: str) -> None:
-        environment = {**os.environ, "PREFECT_API_URL": prefect_server}
-        subprocess.run([sys.executable, "-m", "prefect", *words], env=environment, check=True, capture_output=True)
-
-    prefect("concurrency-limit", "create", "gpu", "1")
-    try:
-        (first, second) = two_trainings(3)
-        assert second[0] >= first[1]  # one after the other
-    finally:
-        prefect("concurrency-limit", "delete", "gpu")
 
 
 def test_whatever_loads_a_model_counts_as_using_a_gpu() -> None:
