@@ -96,7 +96,8 @@ def _torchrun(config: TrainingConfig, processes: int, *, run_id: str) -> list[st
 
 
 def _run(command: list[str], processes: int, progress: Progress) -> Artifact:
-    environment = dict(os.environ)
+    # W&B would share this process's service, where the run of a trainer that was killed stays in use
+    environment = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}
     if processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     child = subprocess.Popen(

@@ -17,6 +17,7 @@ from dflash.training.launch import _cause, _gpus, _torchrun, launch
 from dflash.training.loop import train
 from tests.training.small import LENGTHS, MASK, make_config, make_row, make_states
 from tests.training.test_loop import same, weights
+from tests.training.test_tracking import offline_runs
 
 LONG = {"epochs": 60, "max_steps": 80, "validate_every": 1000, "save_every": 5, "log_every": 7}
 
@@ -106,3 +107,12 @@ def test_one_process_needs_no_torchrun_several_and_several_machines_do():
     assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-endpoint=host:29500", "--rdzv-id=r"} <= set(command)
     assert "--standalone" not in command
     assert _gpus() == max(1, torch.cuda.device_count())
+
+
+def test_a_trainer_has_a_wandb_service_of_its_own(monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_SERVICE", "3-1-tcp-localhost-1")  # of a process that is gone, as nobody listens there
+    states = make_states(LENGTHS)
+    artifact = launch(make_config(max_steps=2, tracking="offline"), states)
+    assert artifact.summary["steps"] == 2
+    assert len(offline_runs()) == 1
