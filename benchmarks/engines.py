@@ -133,6 +133,7 @@ def vllm(_: Path, settings: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str
         max_model_len=settings["max_length"],
         max_num_seqs=1,
         enforce_eager=True,
+        gpu_memory_utilization=0.2,  # on a CPU, of its memory: the default is more than a machine in use has left
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config={

@@ -12,6 +12,7 @@ T tokens, S drafted slots, V vocabulary
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -136,7 +137,8 @@ class Bench:
             raise Differs(f"no answer in {SECONDS} seconds") from None
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
-            raise Differs(f"exit code {done.returncode}: {' '.join(lines[-1].split())[:300]}")
+            errors = re.findall(r"\b\w+Error: .*", done.stderr)  # the first is the cause of those after it
+            raise Differs(f"exit code {done.returncode}: {' '.join([*errors, lines[-1]][0].split())[:300]}")
         return case
 
 

@@ -635,6 +635,14 @@ class EvaluationConfig(Config):
     max_prompts: int = Field(0, title="Most prompts", ge=0, description="Use only the first N of them; 0 uses all.")
     max_prompt_tokens: int = Field(1024, title="Longest prompt", gt=0, description="In tokens; longer are dropped.")
     max_new_tokens: int = Field(2048, title="Longest response", gt=0, description="In tokens; a longer one is cut.")
+    temperature: float = Field(
+        0.0,
+        title="Temperature",
+        ge=0,
+        description="Of the responses; 0: greedy. Above it, with extraction.store_final, the report also has what "
+        "rejection sampling expects.",
+    )
+    seed: int = Field(0, title="Seed", ge=0, description="Of responses above temperature 0.")
     sets: dict[str, list[str]] = Field(
         default_factory=dict,
         title="Sets",
@@ -793,10 +801,10 @@ class Recipe(Config):
         return self
 
     def evaluation_generation(self) -> GenerationConfig:
-        """How the evaluation set is answered: as the training prompts, but greedily, and with its own limits."""
-        names = ("prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens")
+        """How the evaluation set is answered: as the training prompts, but with its own temperature and limits."""
+        names = ("prompts", "max_prompts", "max_prompt_tokens", "max_new_tokens", "temperature", "seed")
         own = {name: getattr(self.evaluation, name) for name in names}
-        return self.generation.model_copy(update=own | {"temperature": 0.0, "decontaminate": False})
+        return self.generation.model_copy(update=own | {"top_p": 1.0, "decontaminate": False})
 
     def on_prompts(self, prompts: list[SourceConfig], *, max_prompts: int) -> "Recipe":
         """The recipe with other evaluation prompts, by replay alone: numbers to be compared with those of its own."""

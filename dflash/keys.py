@@ -20,7 +20,7 @@ from dflash.inputs import identity_of
 from dflash.manifests import Artifact, Key, remembered_sha256, text_sha256
 from dflash.pinning import PinnedVerifier, num_tokens
 
-RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 3, "evaluation": 5}
+RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 3, "evaluation": 6}
 
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")
@@ -128,7 +128,7 @@ def evaluation_key(
     return Key(
         stage="evaluation",
         recipe=RECIPES["evaluation"],
-        # the prompts and their limits are in the evaluation set's own hidden states
+        # the prompts and how they were answered are in the evaluation set's own hidden states
         config={name: value for name, value in config.identity().items() if name in REPORTING},
         inputs={
             "drafter": drafter.identity,

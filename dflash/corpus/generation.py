@@ -43,6 +43,7 @@ from dflash.corpus.records import (
     Response,
     Sampling,
     canonical_json,
+    request_name,
 )
 from dflash.corpus.serving import connect
 from dflash.keys import generation_key
@@ -320,7 +321,7 @@ def _answer(
         todo.sort(key=lambda item: (-len(item[1]), item[0].id))
         for start in range(0, len(todo), at_once):
             group = todo[start : start + at_once]
-            results = ask([(f"{dialogue.id}/{turn}", prompt_ids) for dialogue, prompt_ids in group])
+            results = ask([(request_name(dialogue.id, turn), prompt_ids) for dialogue, prompt_ids in group])
             rows = []
             for (dialogue, prompt_ids), result in zip(group, results, strict=True):
                 if isinstance(result, Rejected):

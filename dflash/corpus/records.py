@@ -74,6 +74,11 @@ Request = tuple[str, list[int]]
 """What the verifier is to answer: a name, which seeds the sampling, and the token ids of a prompt."""
 
 
+def request_name(conversation: str, turn: int) -> str:
+    """Of a conversation's answers, from 0."""
+    return f"{conversation}/{turn}"
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How an answer is drawn; `temperature` 0 is greedy."""

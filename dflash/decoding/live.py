@@ -246,14 +246,14 @@ def measure(
     max_new_tokens: int | Sequence[int],
     storage_dtype: str,
     temperature: float = 0.0,
-    top_p: float = 1.0,
+    seeds: Sequence[int] = (),
 ) -> list[Measured]:
     """Decode prompts one by one, each by every method in turn, so that a noisy machine is noisy for all of them.
 
     `max_new_tokens` is one number for all prompts, or each one's own.
 
-    Plain decoding comes first, whether it is among the methods or not. A prompt's number is its seed. The first prompt
-    is decoded once more before the clock counts.
+    Plain decoding comes first, whether it is among the methods or not. Above temperature 0 each prompt has a seed. The
+    first prompt is decoded once more before the clock counts.
     """
     each: list[Method] = [PLAIN, *(method for method in methods if method != PLAIN)]
     measured = [Measured(method, [], defaultdict(float)) for method in each]
@@ -278,8 +278,7 @@ def measure(
             method=method,
             storage_dtype=storage_dtype,
             temperature=temperature,
-            top_p=top_p,
-            seed=number,
+            seed=seeds[number] if seeds else 0,
             done=lap,
         )
 

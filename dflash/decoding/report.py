@@ -16,7 +16,7 @@ from dflash.decoding.adviser import PLAIN, Costs, advise
 from dflash.decoding.responses import RECALL_AT, Response
 from dflash.decoding.statistics import tau_intervals
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Of report.json: raised by one when a field is added, removed or renamed, and when what a number means changes."""
 
 
@@ -69,7 +69,7 @@ def assemble(
         "num_slots": num_slots,
         "methods": methods,
         "acceptance_length": overall["acceptance_length"],
-        "notes": [*warnings, *_notes(overall)],
+        "notes": [*warnings, *_notes(overall, greedy=not conditions.get("temperature"))],
         "trained": dict(trained) if trained else None,
         "evaluated": dict(evaluated) if evaluated else None,
         "parity": dict(parity) if parity else None,
@@ -126,6 +126,23 @@ def _numbers(group: Sequence[Response], *, methods: Sequence[str], num_slots: in
         "conditional_acceptance": {method: _by_slot(total) for method, total in totals.items()},
         "recall": _recall(group),
         "calibration": {method: _calibration(group, method, num_slots=num_slots) for method in methods},
+        "rejection": _rejection(group, seed=seed),
+    }
+
+
+def _rejection(group: Sequence[Response], *, seed: int) -> dict[str, Any] | None:
+    expected = [response.rejection for response in group if response.rejection]
+    if len(expected) < len(group):
+        return None
+    accepted, rounds = [[one.accepted] for one in expected], [[one.rounds] for one in expected]
+    conversations = [response.conversation for response in group]
+    intervals = tau_intervals(accepted, rounds, conversations_R=conversations, seed=seed)
+    totals = sum(one.rounds for one in expected), sum(one.accepted for one in expected)
+    return {
+        "rounds": totals[0],
+        "accepted": totals[1],
+        "acceptance_length": 1 + totals[1] / totals[0] if totals[0] else None,
+        "interval": list(intervals[0]) if intervals else None,
     }
 
 
@@ -174,7 +191,7 @@ def _calibration(group: Sequence[Response], method: str, *, num_slots: int) -> d
     return means(pairs_N2) | {"bins": bins}
 
 
-def _notes(overall: Mapping[str, Any]) -> list[str]:
+def _notes(overall: Mapping[str, Any], *, greedy: bool) -> list[str]:
     """What a reader must know before believing the numbers."""
     notes = []
     if overall["conversations"] == 1:
@@ -183,10 +200,10 @@ def _notes(overall: Mapping[str, Any]) -> list[str]:
         notes.append("Every response was cut at the length limit: how drafts fare near an end is not measured.")
     elif overall["truncated_share"] > 0.5:
         notes.append(f"{overall['truncated_share']:.0%} of the responses were cut at the length limit.")
-    if overall["on_policy_share"] is not None and overall["on_policy_share"] < 1:
+    if greedy and overall["on_policy_share"] is not None and overall["on_policy_share"] < 1:
         notes.append(
-            f"{overall['on_policy_share']:.2%} of the tokens are the verifier's own greedy choice: where others were "
-            "not sampled by it, replay measures a text that it would not write."
+            f"{overall['on_policy_share']:.2%} of the tokens are the verifier's own greedy choice: of the others, "
+            "replay measures a text that it would not write."
         )
     if not any(overall["rounds"].values()):
         notes.append("No response has more than one token: there was no round.")

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import polars as pl
 
+from dflash.corpus.records import request_name
 from dflash.decoding.acceptance import Acceptance
+from dflash.decoding.sampling import Expected
 
 RESPONSES = "responses.parquet"
 RECALL_AT = (1, 2, 4, 8, 16, 64)
@@ -32,7 +34,7 @@ class Response:
     is "not measured": `expected`, the drafter's own expectation of each round's accepted count, cut by nothing (the sum
     of the probabilities of the round's nodes); `chain_at`, what a round of the chain from each token but the last
     would accept; `recall_hits`, by K of RECALL_AT, among `recall_slots` slots within the response; `num_on_policy`, how
-    many of its tokens are the verifier's own greedy choice.
+    many of its tokens are the verifier's own greedy choice; `rejection`, what rejection sampling expects.
     """
 
     id: str
@@ -47,6 +49,7 @@ class Response:
     recall_hits: tuple[int, ...] = ()
     recall_slots: int = 0
     num_on_policy: int | None = None
+    rejection: Expected | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -57,6 +60,12 @@ class Response:
     def conversation(self) -> tuple[str, str]:
         """The same for all answers of a conversation, whose rows have ids `<conversation>#<turn>`."""
         return self.set, self.id.partition("#")[0]
+
+    @property
+    def request(self) -> str:
+        """The name that the verifier was asked under."""
+        conversation, _, turn = self.id.partition("#")
+        return request_name(conversation, int(turn or 0))
 
     def acceptance(self, method: str, *, num_slots: int) -> Acceptance:
         return Acceptance.of_response(self.accepted[method], num_tokens=self.num_tokens, num_slots=num_slots)
@@ -80,6 +89,7 @@ COLUMNS = pl.Schema(
         "recall_hits": pl.List(pl.Int64()),
         "recall_slots": pl.Int64(),
         "num_on_policy": pl.Int64(),
+        "rejection": pl.Struct({"rounds": pl.Float64(), "accepted": pl.Float64()}),
     }
 )
 BY_METHOD = ("accepted", "expected")
@@ -90,6 +100,7 @@ def write_responses(folder: Path, responses: Sequence[Response]) -> None:
     rows = [
         {name: getattr(response, name) for name in COLUMNS}
         | {n: [{"method": m, "rounds": v} for m, v in getattr(response, n).items()] for n in BY_METHOD}
+        | {"rejection": response.rejection._asdict() if response.rejection else None}
         for response in responses
     ]
     pl.DataFrame(rows, schema=COLUMNS).write_parquet(folder / RESPONSES)
@@ -109,6 +120,7 @@ def read_responses(folder: Path) -> list[Response]:
             **row
             | {name: {part["method"]: tuple(part["rounds"]) for part in row[name]} for name in BY_METHOD}
             | {name: tuple(row[name]) for name in ("chain_at", "recall_hits")}
+            | {"rejection": Expected(**row["rejection"]) if row["rejection"] else None}
         )
         for row in frame.iter_rows(named=True)
     ]

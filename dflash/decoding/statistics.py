@@ -80,8 +80,8 @@ def percentile_interval(values_B: NDArray[np.float64], *, num_drawn: int | None 
 
 
 def tau_intervals(
-    accepted_RM: Sequence[Sequence[int]],
-    rounds_RM: Sequence[Sequence[int]],
+    accepted_RM: Sequence[Sequence[float]],
+    rounds_RM: Sequence[Sequence[float]],
     *,
     conversations_R: Sequence[Hashable],
     seed: int,

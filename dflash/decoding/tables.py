@@ -195,6 +195,24 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
                 "slots of all blocks, whatever was accepted before them.",
             )
         )
+    if overall["rejection"]:
+        found.append(
+            Table(
+                "Rejection sampling",
+                ["category", "acceptance length", "rounds"],
+                [
+                    [
+                        name,
+                        _with_interval(numbers["rejection"]["acceptance_length"], numbers["rejection"]["interval"]),
+                        f"{numbers['rejection']['rounds']:,.1f}",
+                    ]
+                    for name, numbers in groups(report)
+                ],
+                "What an engine that draws its drafts and keeps or replaces them (speculative sampling) takes for the "
+                "same responses, in the mean over its random numbers. The tables above are of sample and match: the "
+                "most likely drafts, kept where the verifier draws the same tokens.",
+            )
+        )
     if any(overall["calibration"].values()):
         found.append(
             Table(

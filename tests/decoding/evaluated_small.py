@@ -9,13 +9,15 @@ from dflash.decoding.acceptance import CHAIN, method_name, walk_rounds
 from dflash.decoding.adviser import Costs
 from dflash.decoding.report import assemble
 from dflash.decoding.responses import RECALL_AT, Response, content_hash
+from dflash.decoding.sampling import Expected
 from dflash.decoding.worst import worst_cases
 
 NUM_SLOTS = 7
 BUDGETS = (8, 64, 512)
 VERIFIER = {"name": "tiny", "identity": "0123456789abcdef", "dtype": "float32"}
 LIVE = {"prompts": 0, "text_equal": None, "near_ties": None, "rounds_equal": None, "runs": []}
-CONDITIONS = {"dtype": "float32", "template": "t1", "thinking": "default", "max_new_tokens": 128}
+CONDITIONS = {"template": "t1", "thinking": "default", "temperature": 0.0}
+ANSWERED = {"dtype": "float32", "template": "t1", "thinking": "default", "max_new_tokens": 128}
 COSTS = Costs(draft_seconds=0.002, verify=((0, 0.02), (64, 0.022), (256, 0.04)), source="given")
 
 
@@ -33,6 +35,7 @@ def response(
     num_tokens: int = 60,
     budgets: Sequence[int] = BUDGETS,
     seed: int = 0,
+    drawn: bool = False,
 ) -> Response:
     """A response in which each slot is right with a probability that grows with the budget and has its own difficulty.
 
@@ -65,6 +68,7 @@ def response(
         recall_hits=recall_hits(ranks),
         recall_slots=len(ranks),
         num_on_policy=num_tokens,
+        rejection=Expected(sum(map(len, accepted.values())) / 3, 1.5) if drawn else None,
     )
 
 
@@ -86,7 +90,7 @@ def small_report(responses: Sequence[Response], **changes: Any) -> dict[str, Any
         "drafter": "training-1",
         "verifier": VERIFIER,
         "hidden_states": {"bundled": "extraction-1"},
-        "conditions": {"template": "t1", "thinking": "default"},
+        "conditions": CONDITIONS,
         "num_slots": NUM_SLOTS,
         "seed": 0,
         "live": LIVE,
@@ -112,8 +116,8 @@ def full_report(responses: Sequence[Response]) -> dict[str, Any]:
         worst=worst_cases(
             responses, method=CHAIN, num_slots=NUM_SLOTS, prompt=lambda r: f"Prompt of {r.id} <b>&", text=text
         ),
-        trained={"rows": 100, "overlap": 1, "conditions": CONDITIONS},
-        evaluated=CONDITIONS,
+        trained={"rows": 100, "overlap": 1, "conditions": ANSWERED},
+        evaluated=ANSWERED,
         parity={"agreement": 1.0, "compared": 900, "rounds": 80, "near_ties": 1, "defect": "", "explanation": ""},
         warnings=["1 of 12 prompts are in the training data."],
         live={

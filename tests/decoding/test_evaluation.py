@@ -66,8 +66,9 @@ class Inputs:
         self.taught = drafter
         self.drafter = self.save(drafter)
 
-    def extract(self, corpus: Artifact, storage_dtype: str) -> Artifact:
-        config = ExtractionConfig(target_layer_ids=LAYERS, storage_dtype=storage_dtype)  # type: ignore[arg-type]
+    def extract(self, corpus: Artifact, storage_dtype: str, *, store_final: bool = False) -> Artifact:
+        given = {"target_layer_ids": LAYERS, "storage_dtype": storage_dtype, "store_final": store_final}
+        config = ExtractionConfig.model_validate(given)
         plans = plan_shards(config, corpus, self.verifier)
         shards = [extract_shard(plan, config, corpus, self.verifier) for plan in plans]
         return seal(shards, config, corpus, self.verifier)
@@ -164,6 +165,39 @@ def test_replay_and_live_decoding_agree_in_the_report(inputs: Inputs, stored: st
     assert "not measured: no prompt" not in text
 
 
+def test_drawn_responses_are_drawn_again_live_and_have_the_expectation_of_rejection_sampling(inputs: Inputs) -> None:
+    drawn = {"temperature": 0.8, "seed": 3}
+    config = inputs.config(live_prompts=3, **drawn)
+    sources = [SourceConfig(path=str(inputs.prompts))]
+    generation = GenerationConfig(prompts=sources, max_new_tokens=40, **drawn)
+    tokenization = TokenizationConfig(turns="each", validation_share=0, min_supervised=1, num_buckets=1)
+    corpus = tokenize(tokenization, answered(generation, inputs.verifier)[1], inputs.verifier)
+
+    def report(*, store_final: bool) -> tuple[dict[str, Any], str]:
+        states = inputs.extract(corpus, "float32", store_final=store_final)
+        folder = evaluate(config, inputs.drafter, states, inputs.verifier).path
+        return json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+
+    found, text = report(store_final=True)
+    assert found["conditions"]["temperature"] == 0.8
+    assert found["overall"]["on_policy_share"] < 0.9, "nothing was drawn"
+    assert found["live"]["text_equal"] is True
+    assert found["live"]["rounds_equal"] is True
+    rejection = found["overall"]["rejection"]
+    responses, tokens = found["overall"]["responses"], found["overall"]["tokens"]
+    # a round commits what it accepted and one more, but for a last one that accepts up to the end
+    assert tokens - responses <= rejection["rounds"] + rejection["accepted"] <= tokens
+    assert rejection["acceptance_length"] == 1 + rejection["accepted"] / rejection["rounds"]
+    assert 1.05 < rejection["acceptance_length"] < 6
+    parts = found["sets"]["evaluation"]["categories"].values()
+    assert sum(part["rejection"]["rounds"] for part in parts) == pytest.approx(rejection["rounds"])
+    assert "## Rejection sampling" in text
+
+    found, text = report(store_final=False)
+    assert found["overall"]["rejection"] is None
+    assert "## Rejection sampling" not in text
+
+
 def test_without_live_prompts_the_verifier_is_not_loaded(inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "load_verifier", None)
     artifact = evaluate(inputs.config(), inputs.drafter, inputs.hidden_states, inputs.verifier)
@@ -177,7 +211,8 @@ def test_everything_of_the_report_is_there(inputs: Inputs) -> None:
     config = inputs.config(live_prompts=2, parity="on")
     artifact = evaluate(config, inputs.drafter, inputs.hidden_states, inputs.verifier)
     report = json.loads((artifact.path / "report.json").read_text())
-    assert fields(report) == documented_fields()
+    of_drawn = {field for field in documented_fields() if field.startswith("<numbers>.rejection.")}
+    assert fields(report) == documented_fields() - of_drawn | {"<numbers>.rejection"}
     assert report["overall"]["recall"]["slots"] > 0
     assert report["overall"]["calibration"]["tree16"]["rounds"] > 0
     assert report["adviser"]["source"] == "measured"

@@ -13,6 +13,7 @@ from evaluated_small import LIVE, NUM_SLOTS, full_report, response, small_report
 
 from dflash.decoding.report import SCHEMA_VERSION
 from dflash.decoding.responses import Response
+from dflash.decoding.sampling import Expected
 
 DOCS = Path(__file__).parents[2] / "docs" / "report.md"
 
@@ -112,6 +113,18 @@ def test_recall_is_hits_over_slots() -> None:
     assert [at["share"] for at in recall["at"]] == [0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
 
 
+def test_rejection_sampling_is_a_ratio_of_sums_and_null_unless_all_responses_have_it() -> None:
+    expected = [Expected(4.0, 2.0), Expected(1.5, 2.25), Expected(0.0, 0.0)]
+    parts = [dataclasses.replace(response(f"p{n}"), rejection=one) for n, one in enumerate(expected)]
+    rejection = small_report(parts)["overall"]["rejection"]
+    assert (rejection["rounds"], rejection["accepted"]) == (5.5, 4.25)
+    assert rejection["acceptance_length"] == 1 + 4.25 / 5.5
+    low, high = rejection["interval"]
+    assert 1 <= low < rejection["acceptance_length"] < high
+    assert small_report([*parts, response("p9")])["overall"]["rejection"] is None
+    assert small_report(parts[2:])["overall"]["rejection"]["acceptance_length"] is None
+
+
 def test_one_response_has_no_interval_and_says_so() -> None:
     report = small_report([response("p")])
     assert set(report["overall"]["interval"].values()) == {None}
@@ -126,6 +139,7 @@ def test_notes_say_what_spoils_the_numbers() -> None:
     assert any("75% of the responses were cut" in note for note in small_report(most)["notes"])
     others = [dataclasses.replace(r, num_on_policy=r.num_tokens // 2) for r in some_responses()]
     assert any("50.00% of the tokens" in note for note in small_report(others)["notes"])
+    assert small_report(others, conditions={"temperature": 0.7})["notes"] == []  # it draws others, too
     empty = [response("p1", num_tokens=1), response("p2", num_tokens=1)]
     assert any("there was no round" in note for note in small_report(empty)["notes"])
 
@@ -174,12 +188,13 @@ def documented_fields() -> set[str]:
 
 
 def test_the_documentation_has_every_field_of_the_record_and_no_other() -> None:
-    report = full_report([dataclasses.replace(r, truncated=True) for r in some_responses()])
+    drawn = {"truncated": True, "rejection": Expected(20.0, 30.0)}
+    report = full_report([dataclasses.replace(r, **drawn) for r in some_responses()])  # type: ignore[arg-type]
     assert documented_fields() == fields(report)
     assert report["num_slots"] == NUM_SLOTS
 
 
 def test_other_fields_have_another_schema_version() -> None:
     digest = hashlib.sha256("\n".join(sorted(documented_fields())).encode()).hexdigest()[:8]
-    assert (SCHEMA_VERSION, digest) == (2, "0f5363af"), "raise SCHEMA_VERSION, then write the new pair here"
+    assert (SCHEMA_VERSION, digest) == (3, "7da688c6"), "raise SCHEMA_VERSION, then write the new pair here"
     assert f"`schema_version` is {SCHEMA_VERSION}" in DOCS.read_text()

@@ -12,7 +12,7 @@ def test_responses_come_back_from_their_file_as_they_were(tmp_path: Path) -> Non
     bare = Response(
         id="p", set="s", category="c", content="x", num_tokens=1, truncated=False, accepted={"chain": (), "tree8": ()}
     )
-    for written in ([*some_responses(3), response("one", num_tokens=2)], [bare], []):
+    for written in ([*some_responses(3), response("one", num_tokens=2), response("two", drawn=True)], [bare], []):
         write_responses(tmp_path, written)
         assert read_responses(tmp_path) == written
 

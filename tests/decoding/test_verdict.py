@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluated_small import VERIFIER, response, small_report, some_responses
+from evaluated_small import CONDITIONS, VERIFIER, response, small_report, some_responses
 
 from dflash.decoding.acceptance import CHAIN
+from dflash.decoding.report import SCHEMA_VERSION
 from dflash.decoding.responses import Response, write_responses
 from dflash.decoding.verdict import Comparison, Evaluated, compare, load_evaluated
 
@@ -81,9 +82,9 @@ def test_the_verdict_is_of_the_method_that_was_asked_for() -> None:
     [
         ({"verifier": VERIFIER | {"identity": "another"}}, "verifier another and 0123456789abcdef"),
         ({"verifier": VERIFIER | {"dtype": "bfloat16"}}, "dtype bfloat16 and float32"),
-        ({"conditions": {"template": "t2", "thinking": "default"}}, "template t2 and t1"),
-        ({"conditions": {"template": "t1", "thinking": "on"}}, "thinking on and default"),
-        ({"conditions": {"template": "t1", "thinking": "default", "max_new_tokens": 8}}, "max_new_tokens 8 and None"),
+        ({"conditions": CONDITIONS | {"template": "t2"}}, "template t2 and t1"),
+        ({"conditions": CONDITIONS | {"thinking": "on"}}, "thinking on and default"),
+        ({"conditions": CONDITIONS | {"max_new_tokens": 8}}, "max_new_tokens 8 and None"),
     ],
 )
 def test_other_conditions_are_not_comparable(changes: dict[str, Any], reason: str) -> None:
@@ -95,7 +96,7 @@ def test_other_conditions_are_not_comparable(changes: dict[str, Any], reason: st
 
 def test_other_definitions_are_not_comparable() -> None:
     old = Evaluated(small_report(POOR) | {"schema_version": 1}, POOR)
-    assert "definitions 2 and 1" in verdict(evaluated(GOOD), old).reason
+    assert f"definitions {SCHEMA_VERSION} and 1" in verdict(evaluated(GOOD), old).reason
     unversioned = Evaluated({"drafter": "training-0"}, POOR)
     assert verdict(evaluated(GOOD), unversioned).verdict == "not comparable"
 
