@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import RcKeyType
 
 __all__ = ["Figure", "bars", "inline_svg", "intervals", "lines", "save"]
@@ -88,6 +89,8 @@ def lines(
             linewidth=1.5,
             label=name,
         )
+    if not any(isinstance(x, datetime) or x % 1 for points in series.values() for x, _ in points):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no step 10.5
     _legend(figure, series)
     return figure
 

@@ -135,17 +135,17 @@ class Parts:
         self.record.verdict, self.record.reason = judged["verdict"], judged["reason"]
         self.record.champion = judged["champion"]
         self.show(
-            (report.path / "report.md").read_text(),
-            f"Drafter: `{self.record.drafter}`, {judged['verdict']}: {judged['reason']}",
+            f"Verdict: **{judged['verdict']}**, {judged['reason']}. Drafter: `{self.record.drafter}`",
+            report=(report.path / "report.md").read_text(),
         )
 
-    def show(self, before: str, after: str) -> None:
-        """A page that says what came out, and which steps ran."""
+    def show(self, made: str, *, report: str = "") -> None:
+        """A page that says what was made, and which steps ran."""
         rows = "\n".join(
             f"| {s.stage} | {s.state} | {s.seconds:.1f} s | `{s.fingerprint}` |" for s in self.record.stages
         )
         create_markdown_artifact(
-            f"{before}\n\n## Steps\n\n| step | state | time | key |\n|---|---|--:|---|\n{rows}\n\n{after}\n",
+            f"{made}\n\n{report}\n\n## Steps\n\n| step | state | time | key |\n|---|---|--:|---|\n{rows}\n",
             key=f"{runtime.flow_run.flow_name}-result",
             description="What came out, and which steps ran",
         )

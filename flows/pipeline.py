@@ -75,7 +75,7 @@ def prepare_data(
     parts = Parts(settings, recipe=recipe, refresh=refresh)
     training_states = parts.training_states()
     evaluation_states = parts.evaluation_states()
-    parts.show("", f"Training: `{training_states.location}`. Evaluation: `{evaluation_states.location}`")
+    parts.show(f"Training: `{training_states.location}`. Evaluation: `{evaluation_states.location}`")
     return parts.record
 
 
@@ -103,7 +103,7 @@ def train_drafter(
     )
     parts = Parts(settings, recipe=recipe, refresh=refresh)
     drafter = parts.drafter(parts.training_states())
-    parts.show("", f"Drafter: `{drafter.location}`")
+    parts.show(f"Drafter: `{drafter.location}`")
     return parts.record
 
 

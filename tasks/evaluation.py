@@ -1,18 +1,17 @@
 """Tasks: the acceptance length of a drafter, and the verdict on it."""
 
-import base64
 import dataclasses
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_image_artifact, create_markdown_artifact, create_table_artifact
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.events import emit_event
 
 from dflash.config import EvaluationConfig, Step
 from dflash.keys import evaluation_key
 from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
-from tasks.stage import GPU, find_or_make, show, stage
+from tasks.stage import GPU, find_or_make, plots_of, show, stage
 
 
 @stage(evaluation_key, name="evaluation", hours=24, tags=[GPU])
@@ -36,12 +35,7 @@ def evaluation(
     create_table_artifact(
         records(load_evaluated(artifact.path).report), key=f"{step}-table", description=f"{step}: acceptance length"
     )
-    for plot in sorted((artifact.path / "plots").glob("*.png")):
-        create_image_artifact(
-            f"data:image/png;base64,{base64.b64encode(plot.read_bytes()).decode()}",
-            key=f"{step}-{plot.stem.replace('_', '-')}",
-            description=f"{step}: {plot.stem.replace('_', ' ')}",
-        )
+    show(step, artifact, plots_of(artifact), part="plots")
     return artifact
 
 

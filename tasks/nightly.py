@@ -1,14 +1,14 @@
 """Tasks: the history of a verifier's evaluations, on the run's page and in W&B; and whether a drafter has drifted."""
 
-import base64
 import dataclasses
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_image_artifact, create_markdown_artifact
+from prefect.artifacts import create_markdown_artifact
 
 from dflash.config import TrainingConfig
 from dflash.manifests import Artifact
+from tasks.stage import svg_image
 
 
 @task(name="history", task_run_name="history", persist_result=False)
@@ -16,9 +16,8 @@ def show_history(report: Artifact, *, recipe: str, training: TrainingConfig) -> 
     """The plot of all evaluations that stand beside the report; those that are new are logged to W&B as training is."""
     from dflash import nightly  # loads matplotlib and W&B
 
-    image = base64.b64encode(nightly.history_svg(report.path).encode()).decode()
-    create_image_artifact(
-        f"data:image/svg+xml;base64,{image}",
+    create_markdown_artifact(
+        svg_image("history", nightly.history_svg(report.path)),
         key="nightly-history",
         description="Acceptance length of the verifier's drafters, by the time of their evaluation",
     )

@@ -21,7 +21,8 @@ LOG_SECONDS = 15.0
 @contextmanager
 def reporter(step: str) -> Iterator[manifests.Progress]:
     """A progress callback for the library, throttled: cheap to call for every batch."""
-    artifact = create_progress_artifact(progress=0.0, key=f"progress-{step}", description=f"{step}: starting")
+    # without a key it is on its run's page only: the list of artifacts is for what people look for again
+    artifact = create_progress_artifact(progress=0.0, description=f"{step}: starting")
     assert isinstance(artifact, UUID)  # not a coroutine: stages are synchronous
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))

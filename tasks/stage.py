@@ -1,5 +1,6 @@
 """What all stage tasks have in common: the decorator, and finding or making the artifact."""
 
+import base64
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -107,6 +108,18 @@ def show(step: str, artifact: Artifact, markdown: str = "", *, part: str = "") -
         key=f"{step}-{part}" if part else step,
         description=f"{step}: what came out" + (f" ({part})" if part else ""),
     )
+
+
+def plots_of(artifact: Artifact) -> str:
+    """Its plots, as images within a text: the browser asks no one for them."""
+    return "\n\n".join(
+        svg_image(path.stem, path.read_text()) for path in sorted((artifact.path / "plots").glob("*.svg"))
+    )
+
+
+def svg_image(name: str, svg: str) -> str:
+    """Markdown of the image. Prefect's own image artifacts show, below it, its whole text as an address."""
+    return f"![{name}](data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()})"
 
 
 def _table(records: list[dict[str, Any]]) -> str:

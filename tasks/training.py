@@ -1,7 +1,5 @@
 """Task: train the drafter, in processes of its own."""
 
-import base64
-
 from prefect import runtime
 
 from dflash.config import Step, TrainingConfig
@@ -9,7 +7,7 @@ from dflash.keys import training_key
 from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
 from dflash.training.launch import launch
-from tasks.stage import GPU, find_or_make, show, stage
+from tasks.stage import GPU, find_or_make, plots_of, show, stage
 
 
 @stage(training_key, name="training", hours=24 * 21, tags=[GPU])
@@ -28,14 +26,6 @@ def training(
         lambda progress: launch(config, hidden_states, verifier=verifier, group=group, progress=progress),
     )
     show(step, artifact)
-    if curves := curves_of(artifact):
+    if curves := plots_of(artifact):
         show(step, artifact, curves, part="curves")
     return artifact
-
-
-def curves_of(artifact: Artifact) -> str:
-    """Its plots, as images within a text: the browser asks no one for them."""
-    return "\n\n".join(
-        f"![{path.stem}](data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()})"
-        for path in sorted((artifact.path / "plots").glob("*.svg"))
-    )

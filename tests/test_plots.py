@@ -37,6 +37,12 @@ def test_bars_and_intervals_take_gaps_and_no_data() -> None:
         assert inline_svg(figure, label="t").startswith("<svg role=")
 
 
+def test_steps_and_slots_have_no_halves() -> None:
+    for xs, whole in (((10, 14), True), ((0, 3), True), ((0.5, 3), False)):
+        figure = lines({"a": [(float(x), 1.0) for x in xs]}, title="t", xlabel="x", ylabel="y")
+        assert all(tick % 1 == 0 for tick in figure.axes[0].get_xticks()) is whole
+
+
 def test_times_are_an_axis_of_dates() -> None:
     series = {"chain": [(datetime(2026, 1, day, tzinfo=UTC), 2.0) for day in (1, 20)]}
     assert "2026-Jan" in inline_svg(lines(series, title="t", xlabel="x", ylabel="y"), label="t")

@@ -1,6 +1,6 @@
 from dflash.training.curves import CURVES, draw_curves, thinned
 from dflash.training.loop import train
-from tasks.training import curves_of
+from tasks.stage import plots_of
 from tests.training.small import LENGTHS, make_config, make_states
 
 
@@ -10,7 +10,7 @@ def test_a_training_leaves_its_curves_as_png_and_svg(home):
     assert names == {f"{curves.name}.{kind}" for curves in CURVES for kind in ("png", "svg")}
     for name, said in (("loss", "Loss"), ("acceptance_length", "tree4"), ("accuracy", "top8_accuracy")):
         assert said in (artifact.path / "plots" / f"{name}.svg").read_text()
-    assert curves_of(artifact).count("](data:image/svg+xml;base64,") == len(CURVES)
+    assert plots_of(artifact).count("](data:image/svg+xml;base64,") == len(CURVES)
     assert "maths" not in (artifact.path / "plots" / "acceptance_length.svg").read_text()
 
 
