@@ -135,7 +135,7 @@ class Parts:
         self.record.verdict, self.record.reason = judged["verdict"], judged["reason"]
         self.record.champion = judged["champion"]
         self.show(
-            f"Verdict: **{judged['verdict']}**, {judged['reason']}. Drafter: `{self.record.drafter}`",
+            f"Verdict: **{judged['verdict']}**, {judged['reason']}. Drafter: `{drafter.key}`",
             report=(report.path / "report.md").read_text(),
         )
 

@@ -188,8 +188,9 @@ def evaluate(
     }
     key = evaluation_key(config, drafter, hidden_states, verifier)
     past = series(history.filter(history["report"] != str(key)), like=report)
+    now = datetime.now(UTC)
     for method, length in report["acceptance_length"].items():
-        past.setdefault(method, []).append((datetime.now(UTC), length))
+        past.setdefault(method, []).append((now, length))
     with publish(key, summary=summary) as (folder, artifact):
         write_report(folder, report, responses, history=past)
     log.info("%(responses)d responses, rounds %(rounds)s, acceptance length %(acceptance_length)s", summary)
