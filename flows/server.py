@@ -47,6 +47,9 @@ def settings() -> dict[str, str]:
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "100",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_READ_BATCH_SIZE": "100",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
+        # who holds a place under a limit. In memory, the default, a server that is started again has forgotten: its
+        # runs are cancelled when they next say that they still hold theirs, and what a killed task held is never free
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # what flows/reaper.py tells a dead run by
         "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash",

@@ -1,5 +1,6 @@
-"""More than one machine: the templates in deploy/ are valid, an image holds what runs need."""
+"""More than one machine: the templates in deploy/ are valid, an image holds what runs need, limits hold."""
 
+import itertools
 import json
 import os
 import re
@@ -196,6 +197,56 @@ def test_a_server_makes_a_pool_of_a_template(path: Path, prefect_server: str) ->
         pool = client.read_work_pool(name)
         assert (pool.type, pool.base_job_template) == (path.stem, json.loads(path.read_text()))
         client.delete_work_pool(name)
+
+
+CONTENDER = """
+import sys, time
+from pathlib import Path
+from prefect import flow, task
+from prefect.task_runners import ThreadPoolTaskRunner
+from tasks.stage import GPU
+
+folder, name, tasks, contenders = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+
+@task(tags=[GPU], persist_result=False)
+def use(number):
+    t0 = time.monotonic()
+    time.sleep(0.5)
+    (folder / f"{name}-{number}.used").write_text(f"{t0} {time.monotonic()}")
+
+@flow(task_runner=ThreadPoolTaskRunner(tasks), persist_result=False)
+def contend():
+    for future in [use.submit(number) for number in range(tasks)]:
+        future.result()
+
+(folder / f"{name}.ready").touch()
+while len(list(folder.glob("*.ready"))) < contenders:
+    time.sleep(0.05)
+contend()
+"""
+
+
+@pytest.mark.xdist_group("flows")
+@pytest.mark.timeout(300)
+def test_of_tasks_that_all_want_the_gpu_a_limit_lets_one_in_at_a_time(prefect_server: str, tmp_path: Path) -> None:
+    from prefect.client.orchestration import get_client
+
+    script = tmp_path / "contender.py"  # a file: Prefect reads the source of flows
+    script.write_text(CONTENDER)
+    environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
+    with get_client(sync_client=True) as client:
+        client.create_concurrency_limit("gpu", 1)
+        try:
+            runs = [
+                subprocess.Popen([sys.executable, str(script), str(tmp_path), name, "4", "3"], env=environment)
+                for name in ("one", "two", "three")
+            ]
+            assert [run.wait(timeout=240) for run in runs] == [0, 0, 0]
+        finally:
+            client.delete_concurrency_limit_by_tag("gpu")
+    used = sorted([float(time) for time in path.read_text().split()] for path in tmp_path.glob("*.used"))
+    assert len(used) == 12
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(used))
 
 
 def test_whatever_loads_a_model_counts_as_using_a_gpu() -> None:

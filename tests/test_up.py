@@ -100,7 +100,7 @@ class Stack:
         while True:
             try:
                 with urllib.request.urlopen(request, timeout=30) as response:
-                    return json.loads(response.read())
+                    return json.loads(response.read() or "null")
             except HTTPError as error:  # the database is busy: every client of the server asks again
                 if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
                     raise
@@ -217,6 +217,24 @@ def test_a_worker_that_is_killed_is_replaced_and_its_run_ends_crashed(stack: Sta
     assert "starting it again" in stack.log.read_text()
     again = stack.run()  # and the new worker works: everything is cached
     assert stack.wait(again, "Completed", "Failed", "Crashed")["state_name"] == "Completed"
+
+
+def test_a_server_that_is_killed_is_replaced_and_knows_who_holds_a_place_under_a_limit(stack: Stack) -> None:
+    """Each run of a deployment holds one, and is cancelled where the server has forgotten it."""
+    stack.api("v2/concurrency_limits/", {"name": "place", "limit": 1})
+    lease = stack.api("v2/concurrency_limits/increment-with-lease", {"names": ["place"], "slots": 1})["lease_id"]
+    (pid,) = (
+        n for n, line in processes_of(stack.home).items() if "-m prefect server start" in line and "guard" not in line
+    )
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while "the server ended by itself" not in stack.log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    while not server._answers(f"{stack.url}/api"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    stack.api(f"v2/concurrency_limits/leases/{lease}/renew", {})  # raises where nobody knows it
 
 
 def test_interrupting_it_cancels_what_runs_and_stops_what_it_started(stack: Stack) -> None:
