@@ -56,7 +56,6 @@ class PinnedVerifier(BaseModel):
     trust_remote_code: bool = False
     num_layers: int
     layer_types: list[str]
-    rope_type: str
     hidden_size: int
     vocab_size: int
     max_positions: int | None
@@ -170,7 +169,6 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         if name not in text:
             raise ValueError(f"verifier.model: {folder / 'config.json'} has no {name}; is it a causal language model?")
     chat = _chat_options(config)
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return PinnedVerifier(
         name=config.model,
         path=str(folder.absolute()),
@@ -186,7 +184,6 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
         trust_remote_code=config.trust_remote_code,
         num_layers=text["num_hidden_layers"],
         layer_types=layer_kinds(text),
-        rope_type=rope.get("rope_type", rope.get("type", "default")),
         hidden_size=text["hidden_size"],
         vocab_size=text["vocab_size"],
         max_positions=text.get("max_position_embeddings"),
@@ -310,16 +307,11 @@ def check_lengths(section: str, max_prompt_tokens: int, max_new_tokens: int, ver
 
 
 def check_abilities(live_prompts: int, verifier: PinnedVerifier) -> None:
-    """Raises ValueError for what drafters and live decoding cannot do with this verifier's layers yet."""
+    """Raises ValueError for what live decoding cannot do with this verifier's layers yet."""
     if live_prompts and verifier.attn_implementation not in TREE_ATTENTION:
         raise ValueError(
             f"verifier.attn_implementation: {verifier.attn_implementation} takes no tree's mask, which live decoding "
             f"needs; choose from {', '.join(TREE_ATTENTION)}, or set evaluation.live_prompts to 0"
-        )
-    if verifier.rope_type != "default":
-        raise ValueError(
-            f"verifier.model: {verifier.name} has RoPE of type {verifier.rope_type!r}, which drafters do "
-            "not support yet; use a verifier with plain RoPE"
         )
     limited = [kind for kind in verifier.layer_types if kind not in ROLLED_BACK]
     if live_prompts and limited:

@@ -48,6 +48,7 @@ from dflash.corpus.records import (
 from dflash.corpus.serving import connect
 from dflash.keys import generation_key
 from dflash.manifests import Artifact, Progress, in_progress, publish, silent, write_atomically
+from dflash.parquet import read_parquet
 from dflash.pinning import PinnedVerifier
 from dflash.verifier import Verifier, load_verifier
 
@@ -250,10 +251,9 @@ def _answers(folder: Path) -> pl.DataFrame:
     answers = [pl.DataFrame(schema=ANSWERS)]
     for file in sorted(folder.glob("group-*.parquet")):
         try:
-            answers.append(pl.read_parquet(file))
-        except pl.exceptions.PolarsError as error:
-            cause = " ".join(str(error).split())[:200]
-            log.warning("%s: damaged (%s); deleted, its prompts are answered again", file, cause)
+            answers.append(read_parquet(file, ANSWERS))
+        except ValueError as error:
+            log.warning("%s: %s; deleted, its prompts are answered again", file, error)
             file.unlink()
     return pl.concat(answers)
 

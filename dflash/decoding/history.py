@@ -13,6 +13,7 @@ import polars as pl
 from filelock import FileLock
 
 from dflash.manifests import home, write_atomically
+from dflash.parquet import read_parquet
 
 COLUMNS = pl.Schema(
     {
@@ -51,13 +52,11 @@ def read_history(verifier: str) -> pl.DataFrame:
     if not path.exists():
         return pl.DataFrame(schema=COLUMNS)
     try:
-        frame = pl.read_parquet(path)
-        if frame.schema != COLUMNS:
-            raise ValueError("it has other columns")
-    except (OSError, ValueError, pl.exceptions.PolarsError) as error:
+        frame = read_parquet(path, COLUMNS)
+    except ValueError as error:
         raise ValueError(
-            f"{path}: the history is unreadable ({str(error).splitlines()[0]}) and was left as it is; move it away, "
-            "and reports that are appended (again) start a new one"
+            f"{path}: the history is {error} and was left as it is; move it away, and reports that are appended "
+            "(again) start a new one"
         ) from None
     return frame.sort("created", "report")
 

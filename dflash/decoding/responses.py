@@ -15,6 +15,7 @@ import polars as pl
 from dflash.corpus.records import request_name
 from dflash.decoding.acceptance import Acceptance
 from dflash.decoding.sampling import Expected
+from dflash.parquet import read_parquet
 
 RESPONSES = "responses.parquet"
 RECALL_AT = (1, 2, 4, 8, 16, 64)
@@ -110,11 +111,9 @@ def read_responses(folder: Path) -> list[Response]:
     """The responses of a report's folder. Raises ValueError naming the file where it is missing or unreadable."""
     path = folder / RESPONSES
     try:
-        frame = pl.read_parquet(path)
-        if frame.schema != COLUMNS:
-            raise ValueError("of another version")
-    except (OSError, ValueError, pl.exceptions.PolarsError) as error:
-        raise ValueError(f"{path}: unreadable ({str(error).splitlines()[0]}); run the evaluation stage again") from None
+        frame = read_parquet(path, COLUMNS)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; run the evaluation stage again") from None
     return [
         Response(
             **row

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pydantic import BaseModel, ValidationError
+
 from dflash.decoding.report import SCHEMA_VERSION
 from dflash.decoding.responses import Response, read_responses
 from dflash.decoding.statistics import Interval, Paired, paired_difference
@@ -29,16 +31,45 @@ class Evaluated(NamedTuple):
     responses: Sequence[Response]
 
 
+class _Named(BaseModel):
+    """What every report has said of itself, in all versions."""
+
+    schema_version: int
+    drafter: str
+    methods: list[str]
+
+
+class _Verifier(BaseModel):
+    identity: str
+    dtype: str
+
+
+class _Compared(_Named):
+    """What a comparison takes of a report."""
+
+    verifier: _Verifier
+    conditions: dict[str, Any]
+    sets: dict[str, Any]
+
+
 def load_evaluated(folder: Path) -> Evaluated:
-    """From the folder of an evaluation. Raises ValueError naming the file where one is missing or unreadable."""
+    """From the folder of an evaluation; one of another version, which is compared with nothing, without its responses.
+
+    Raises ValueError naming the file where one is missing or unreadable.
+    """
     path = folder / "report.json"
     try:
-        report = json.loads(path.read_bytes())
-        if not isinstance(report, dict) or not {"schema_version", "drafter", "methods"} <= report.keys():
-            raise ValueError("it is no report")
-    except (OSError, ValueError) as error:
+        text = path.read_bytes()
+        if _Named.model_validate_json(text).schema_version != SCHEMA_VERSION:
+            return Evaluated(json.loads(text), [])
+        _Compared.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+        raise ValueError(f"{path}: no report ({what}); run the evaluation stage again") from None
+    except OSError as error:
         raise ValueError(f"{path}: unreadable ({error}); run the evaluation stage again") from None
-    return Evaluated(report, read_responses(folder))
+    return Evaluated(json.loads(text), read_responses(folder))
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def test_a_damaged_group_is_answered_again_and_what_followed_from_it(
     file.write_bytes(file.read_bytes()[:-9])
     asked.clear()
     resumed = generate_chunk(plan, config, prompts, verifier)
-    assert f"{file}: damaged" in caplog.text
+    assert f"{file}: unreadable" in caplog.text
     again = {name.split("/")[0] for name in asked if name[-1] != "2"}
     assert again == lost
     assert {name for name in asked if name[-1] == "0"} == {f"{id}/0" for id in lost}

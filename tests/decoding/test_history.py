@@ -75,7 +75,7 @@ def test_a_damaged_history_is_named_and_left_as_it_is(home: Path) -> None:
     damaged = path.read_bytes()[:-20]
     path.write_bytes(damaged)
     for attempt in (lambda: read_history(IDENTITY), lambda: add(2)):
-        with pytest.raises(ValueError, match=rf"{path}: the history is unreadable .* move it away") as error:
+        with pytest.raises(ValueError, match=rf"{path}: the history is unreadable .*; move it away") as error:
             attempt()
         assert "\n" not in str(error.value)
     assert path.read_bytes() == damaged

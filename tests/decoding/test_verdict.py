@@ -10,7 +10,7 @@ from evaluated_small import CONDITIONS, VERIFIER, response, small_report, some_r
 
 from dflash.decoding.acceptance import CHAIN
 from dflash.decoding.report import SCHEMA_VERSION
-from dflash.decoding.responses import Response, write_responses
+from dflash.decoding.responses import RESPONSES, Response, write_responses
 from dflash.decoding.verdict import Comparison, Evaluated, compare, load_evaluated
 
 GOOD = some_responses(30, skill=0.7, seed=1)
@@ -149,7 +149,16 @@ def test_evaluations_are_compared_from_their_folders(tmp_path: Path) -> None:
         write_responses(tmp_path / name, responses)
     good, poor = (load_evaluated(tmp_path / name) for name in ("good", "poor"))
     assert verdict(good, poor) == verdict(evaluated(GOOD), evaluated(POOR))
-    for damage in ("{", "[]", "{}"):
+    other = {"schema_version": SCHEMA_VERSION - 1, "drafter": "training-9", "methods": ["chain"]}
+    (tmp_path / "poor" / "report.json").write_text(json.dumps(other))  # whatever its responses look like
+    (tmp_path / "poor" / RESPONSES).unlink()
+    assert verdict(good, load_evaluated(tmp_path / "poor")).verdict == "not comparable"
+    lacking = {name: value for name, value in good.report.items() if name != "conditions"}
+    of_no_method = {**good.report, "methods": 5}
+    for damage in ("{", "[]", "{}", "\x00", json.dumps(lacking), json.dumps(of_no_method)):
         (tmp_path / "good" / "report.json").write_text(damage)
-        with pytest.raises(ValueError, match=r"good/report\.json: unreadable"):
+        with pytest.raises(ValueError, match=r"good/report\.json: no report") as error:
             load_evaluated(tmp_path / "good")
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match=r"absent/report\.json: unreadable"):
+        load_evaluated(tmp_path / "absent")
