@@ -24,6 +24,21 @@ os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
 os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist, which writes the groups into the names
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of two processes each takes a file as a whole, so that what a module sets up is set up once; the longest first."""
+    longest = ["up", "flows"]
+
+    def place(item: pytest.Item) -> int:
+        group = item.get_closest_marker("xdist_group")
+        if group is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            return len(longest)
+        return longest.index(group.args[0])
+
+    items.sort(key=place)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
