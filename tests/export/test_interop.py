@@ -27,7 +27,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
         yield Bench.make(tmp_path_factory.mktemp("interop"), taught=False)
 
 
-@pytest.mark.parametrize("name", ["zlab-windows", "specforge", "speculators"])
+@pytest.mark.parametrize("name", ["zlab-windows", "specforge", "speculators", "speculators-trimmed"])
 def test_others_load_an_exported_drafter_and_draft_the_same(bench: Bench, name: str) -> None:
     (result,) = run(bench, [name])
     assert result.passed, result.said
