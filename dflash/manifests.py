@@ -5,7 +5,9 @@ place, and the manifest comes last. Knows nothing of models, tensors or Prefect.
 
     $DFLASH_HOME/artifacts/<stage>/<key>/…     the artifacts
     $DFLASH_HOME/in_progress/<key>/…           what an interrupted stage picks up again
-    $DFLASH_HOME/records/ locks/ prefect/      the orchestrator's
+    $DFLASH_HOME/history/ champions/           what evaluations said of drafters (dflash/decoding/)
+    $DFLASH_HOME/verifiers/ pins/              verifiers that were converted, and hashes that are remembered
+    $DFLASH_HOME/records/ locks/ prefect/      the orchestrator's; wandb/ is that of W&B
 """
 
 import hashlib

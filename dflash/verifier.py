@@ -1,6 +1,6 @@
 """The frozen verifier: load, taps, final state, logits, answers, and a cache that can go back.
 
-The home of Transformers. Knows nothing of corpora, stores or drafters. The final state is what comes out of the
+Knows nothing of corpora, stores or drafters. The final state is what comes out of the
 decoder, its last norm included, so that the logits are the LM head's output times `scale`, soft-capped: LogitRule.
 
 B batch, T tokens, F features (taps x hidden size), H hidden, K most likely tokens, N query tokens, V vocabulary,

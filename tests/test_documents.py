@@ -244,7 +244,7 @@ def test_links_and_paths_lead_somewhere(document: Path) -> None:
         assert (ROOT / path).exists() or f"/{path}" in text, path
 
 
-def test_the_files_in_the_readmes_tree_exist() -> None:
+def test_the_readmes_tree_has_the_files_that_exist() -> None:
     (tree,) = (
         block["body"] for block in FENCE.finditer(DOCUMENTS[0].read_text()) if block["body"].startswith("flows/")
     )
@@ -252,6 +252,20 @@ def test_the_files_in_the_readmes_tree_exist() -> None:
     assert len(names) > 30
     there = {path.name for folder in ("dflash", "tasks", "flows") for path in (ROOT / folder).rglob("*.py")}
     assert names <= there, names - there
+    tops = {path.name for folder in ("flows", "dflash") for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
+    assert tops <= names, tops - names
+
+
+def test_every_module_has_a_layer() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (one["layers"] for one in contracts if one.get("containers") == ["dflash"])
+    named = {name for layer in layers for name in layer.split(" | ")}
+    found = {
+        ".".join(path.relative_to(ROOT / "dflash").with_suffix("").parts)
+        for path in (ROOT / "dflash").rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert {name for name in found if not named & {name, name.partition(".")[0]}} == set()
 
 
 def test_the_table_of_settings_is_that_of_the_configuration() -> None:
