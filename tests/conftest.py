@@ -26,7 +26,7 @@ os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which writes the groups into the names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of two processes each takes a file as a whole, so that what a module sets up is set up once; the longest first."""
+    """A file runs in one process, so that what it sets up is set up once; the longest first."""
     longest = ["up", "flows"]
 
     def place(item: pytest.Item) -> int:
