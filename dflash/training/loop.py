@@ -121,19 +121,21 @@ def _train(
     state = new_state(config, store, ranks, verifier=verifier, continued=checkpoint is not None)
     parameters = list(state.drafter.parameters())
     settings = key.model_dump(mode="json", include={"recipe", "config", "inputs"})
+    metric = deployment_metric(config.tree_budget)
     if checkpoint:
         refuse_changes(
             checkpoint.settings, settings, folder=folder, step=checkpoint.step, accepted=config.accept_changes
         )
-        state.restore(checkpoint, ranks, same_optimizer=checkpoint.settings["config"]["optimizer"] == config.optimizer)
+        same_optimizer = checkpoint.settings["config"]["optimizer"] == config.optimizer
+        state.restore(checkpoint, ranks, metric=metric, same_optimizer=same_optimizer)
     else:
         refuse_mask_token(store, train_rows[ranks.rank :: ranks.world], mask_token_id=config.mask_token_id)
     # the loss is of all rows of a padded head, so that rows without a token become improbable; none of them is proposed
     ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"]).for_drafter(state.drafter)
     proposing = ends.for_drafter(state.drafter, num_tokens=num_tokens(verifier) if verifier else None)
-    history = ranks.share(resume_rows(folder / "metrics.jsonl", step=state.step) if ranks.first else [])
-    metric = deployment_metric(config.tree_budget)
-    scores = scores_of(history, metric)
+    expected = {"step": state.step, "expected": state.num_rows}
+    history = ranks.share(resume_rows(folder / "metrics.jsonl", **expected) if ranks.first else [])
+    state.scores |= scores_of(history, metric)  # that of its own step is not in a checkpoint yet
     summary: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in parameters),
         "rows": len(train_rows),
@@ -164,7 +166,8 @@ def _train(
 
     def save() -> None:
         keep = {"keep_last": config.keep_last, "keep_every": config.keep_every}
-        state.save(folder, ranks, settings=settings, scores=scores, **keep)
+        state.num_rows = len(history)
+        state.save(folder, ranks, settings=settings, metric=metric, **keep)
 
     def validate() -> None:
         if not validation_rows:
@@ -181,7 +184,7 @@ def _train(
             raise Stopped("stopped while validating; run again to continue")
         row = validation_row(ranks.gather(groups), step=state.step)
         record(row)
-        scores.update(scores_of([row], metric))
+        state.scores |= scores_of([row], metric)
 
     tracked = tracked_run(
         config.tracking if ranks.first else "disabled",
@@ -202,7 +205,7 @@ def _train(
     with tracked as log_row, closing(batches):
         if state.step and due(state.step) and last_row(history, "validation").get(STEP) != state.step:
             validate()  # it was interrupted
-        while state.step < total and not out_of_patience(scores, config.patience):
+        while state.step < total and not out_of_patience(state.scores, config.patience):
             t0, step, counters = time.perf_counter(), state.step, state.counters
             factor = learning_rate_factor(
                 step,
@@ -300,7 +303,9 @@ def _train(
                 record({STEP: finished} | now | counters.metrics(groups))
                 state.counters = Counters(tokens=counters.tokens + counters.row_tokens)
             if ranks.first:
-                progress(finished, total, note(finished, loss=mean_loss, scores=scores, speed=speed, device=device))
+                progress(
+                    finished, total, note(finished, loss=mean_loss, scores=state.scores, speed=speed, device=device)
+                )
             stopping = ranks.any(should_stop())
             if finished % config.save_every == 0 or due(finished) or stopping:
                 save()
@@ -311,7 +316,8 @@ def _train(
 
     weights, artifact = state.weights(), None
     if ranks.first:
-        chosen, weights = best_weights(folder, weights, scores, metric, last=state.step, average=bool(state.average))
+        about: dict[str, Any] = {"last": state.step, "average": bool(state.average)}
+        chosen, weights = best_weights(folder, weights, state.scores, metric, **about)
         counters = state.counters
         summary |= {"steps": state.step, "planned_steps": total, "tokens": counters.tokens + counters.row_tokens}
         summary |= {"skipped": state.steadiness.skipped, "best": chosen}

@@ -75,7 +75,10 @@ class Counters:
 
 @dataclass
 class State:
-    """After `step` optimizer steps. `average` is the moving average of the weights; empty where none is kept."""
+    """After `step` optimizer steps. `average` is the moving average of the weights; empty where none is kept.
+
+    `scores` are those of the validated steps, and `num_rows` counts the rows of metrics so far.
+    """
 
     drafter: Drafter
     optimizers: list[Optimizer]
@@ -83,6 +86,8 @@ class State:
     step: int = 0
     counters: Counters = field(default_factory=Counters)
     steadiness: Steadiness = field(default_factory=Steadiness)
+    scores: dict[int, float] = field(default_factory=dict)
+    num_rows: int = 0
 
     def weights(self) -> dict[str, Tensor]:
         """Those to publish, whole; every rank must ask."""
@@ -94,26 +99,34 @@ class State:
         ranks: Ranks,
         *,
         settings: dict[str, Any],
+        metric: str,
         keep_last: int,
         keep_every: int,
-        scores: Mapping[int, float],
     ) -> None:
-        """A checkpoint in the folder, and older ones forgotten; every rank must ask, the first one writes."""
+        """A checkpoint in the folder, and older ones forgotten; every rank must ask, the first one writes.
+
+        `metric` is what the scores are of: to a run with another one they say nothing.
+        """
         self.counters.together(ranks)
         checkpoint = Checkpoint(
             self.step,
             weights={name: whole(weight) for name, weight in self.drafter.state_dict().items()},
             average={name: whole(weight) for name, weight in self.average.items()},
             optimizer=state_tensors(self.drafter, self.optimizers),
-            counters={"counters": self.counters.to_json(), "steadiness": asdict(self.steadiness)},
+            counters={
+                "counters": self.counters.to_json(),
+                "steadiness": asdict(self.steadiness),
+                "scores": {metric: self.scores},
+                "num_rows": self.num_rows,
+            },
             settings=settings,
         )
         if ranks.first:
             save_checkpoint(folder, checkpoint)
-            forget_checkpoints(folder, keep_last=keep_last, keep_every=keep_every, scores=scores)
+            forget_checkpoints(folder, keep_last=keep_last, keep_every=keep_every, scores=self.scores)
         ranks.share(None)  # no one leaves before it is written
 
-    def restore(self, checkpoint: Checkpoint, ranks: Ranks, *, same_optimizer: bool) -> None:
+    def restore(self, checkpoint: Checkpoint, ranks: Ranks, *, metric: str, same_optimizer: bool) -> None:
         """Put back what `save` wrote. Moments of another kind of optimizer are of no use: these start anew."""
         load_weights(self.drafter, checkpoint.weights)
         for name, held in self.average.items():
@@ -125,6 +138,9 @@ class State:
         if not ranks.first:
             self.counters.blocks = Tally()
         self.steadiness = Steadiness(**checkpoint.counters["steadiness"])
+        scores = checkpoint.counters.get("scores", {}).get(metric, {})  # earlier checkpoints have neither
+        self.scores = {int(step): score for step, score in scores.items()}
+        self.num_rows = checkpoint.counters.get("num_rows", 0)
 
 
 def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:
