@@ -13,7 +13,7 @@ U draft vocabulary
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, tee
 
 import torch
 from torch import Tensor
@@ -50,13 +50,33 @@ class Replayed:
     rejection: Expected | None = None
 
 
+class NotNumbers(ValueError):
+    """The drafter's logits after a token of a row are not numbers; `place` says where."""
+
+    def __init__(self, name: str, token: int) -> None:
+        self.place = f"{name}: the drafter's logits after token {token} are not numbers"
+        super().__init__(
+            f"replay: {self.place}; train the drafter again, or look for damage in the hidden states with dflash verify"
+        )
+
+
+def response_spans(loss_mask_T: Tensor) -> list[tuple[int, int]]:
+    """[first, end) of every contiguous run of supervised tokens, in their order: the responses of a row."""
+    edges_T = torch.nn.functional.pad(loss_mask_T.bool().int(), (1, 1)).diff()
+    firsts, ends = ((edges_T == sign).nonzero()[:, 0].tolist() for sign in (1, -1))
+    assert firsts, "a row without supervised tokens is dropped when it is tokenized"
+    return list(zip(firsts, ends, strict=True))
+
+
 def response_span(loss_mask_T: Tensor) -> tuple[int, int]:
-    """[first, end) of the last contiguous run of supervised tokens: the response that is replayed."""
-    supervised = loss_mask_T.bool().tolist()
-    assert any(supervised), "a row without supervised tokens is dropped when it is tokenized"
-    end = len(supervised) - supervised[::-1].index(True)
-    first = end - [*supervised[:end][::-1], False].index(False)
-    return first, end
+    """The last of them: the response that is replayed."""
+    return response_spans(loss_mask_T)[-1]
+
+
+def up_to_each_response(row: RowStates) -> list[RowStates]:
+    """The row, ended after each of its responses: so that each is the last one once."""
+    ends = [end for _, end in response_spans(row.loss_mask_T)]
+    return [RowStates._make(part if part is None else part[:end] for part in row) for end in ends]
 
 
 def best_tokens(ends: Ends, hidden_ASH: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +129,7 @@ def replay_responses(
     one token has no rounds. Above temperature 0, `rejection` is what rejection sampling expects: of responses that were
     drawn at that temperature, and whose final states are stored.
 
-    Raises ValueError naming the row where the drafter's logits are not numbers, or final states are missing.
+    Raises NotNumbers naming the row where the drafter's logits are none, ValueError where final states are missing.
     """
     group: list[_Response] = []
     num_tokens = 0
@@ -131,11 +151,19 @@ def replay(drafter: Drafter, ends: Ends, row: RowStates, *, budgets: Sequence[in
 
 
 def replay_rows(
-    drafter: Drafter, ends: Ends, rows: Iterable[RowStates], *, budgets: Sequence[int]
+    drafter: Drafter,
+    ends: Ends,
+    rows: Iterable[RowStates],
+    *,
+    budgets: Sequence[int],
+    names: Iterable[str] | None = None,
 ) -> dict[str, Acceptance]:
-    """Replay of many rows, summed: the acceptance of each method, for validation."""
+    """Replay of all responses of many rows, summed: the acceptance of each method, for validation."""
     totals = {method: Acceptance() for method in (CHAIN, *map(method_name, budgets))}
-    for response in replay_responses(drafter, ends, rows, budgets=budgets):
+    named = zip(names or map("row {}".format, count()), rows, strict=False)
+    named_parts, again = tee((name, part) for name, row in named for part in up_to_each_response(row))
+    parts, names = (part for _, part in named_parts), (name for name, _ in again)
+    for response in replay_responses(drafter, ends, parts, budgets=budgets, names=names):
         for method, accepted in response.accepted.items():
             totals[method] += Acceptance.of_response(
                 accepted, num_tokens=response.num_tokens, num_slots=drafter.config.block_size - 1
@@ -186,10 +214,7 @@ def _replay_together(
         k = min(max([*budgets, RECALL_AT[-1]]), ends.draft_vocab_size)
         values_ASK, candidates_ASK = best_tokens(ends, hidden_ASH, k=k)
         for bad in part[values_ASK[..., 0].isnan().any(-1)][:1].tolist():
-            raise ValueError(
-                f"replay: {group[int(number_A[bad])].name}: the drafter's logits after token {anchors_A[bad]} are not "
-                "numbers; train the drafter again, or look for damage in the hidden states with dflash verify"
-            )
+            raise NotNumbers(group[int(number_A[bad])].name, int(anchors_A[bad]))
         order_AS = label_order(chain(values_ASK, candidates_ASK), labels_AS[part], live_AS[part])
         accepted = [accepted_within(order_AS, num_slots)]
         expected = [values_ASK[..., 0].double().cumsum(-1).exp().sum(-1)]

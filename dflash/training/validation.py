@@ -29,11 +29,14 @@ def deployment_metric(tree_budget: int) -> str:
 def replay_groups(
     drafter: Drafter, ends: Ends, rows: Iterable[tuple[Row, RowStates]], *, tree_budget: int
 ) -> dict[str, Acceptance]:
-    """Of the chain and the tree, each over all rows and over those of every category and bucket: tree64/bucket/0."""
+    """Of the chain and the tree, each over all rows and over those of every category and bucket: tree64/bucket/0.
+
+    Every response of a row counts, also where it holds a conversation of many. Raises NotNumbers naming the row.
+    """
     totals: dict[str, Acceptance] = defaultdict(Acceptance)
     for row, states in rows:
         budgets = [tree_budget] if tree_budget else []
-        for method, acceptance in replay_rows(drafter, ends, [states], budgets=budgets).items():
+        for method, acceptance in replay_rows(drafter, ends, [states], budgets=budgets, names=[row.id]).items():
             for part in ("", f"/category/{row.category}", f"/bucket/{row.bucket}"):
                 totals[method + part] += acceptance
     return dict(totals)

@@ -10,7 +10,15 @@ from evaluated_small import recall_hits
 from dflash.decoding import replay as replay_module
 from dflash.decoding.acceptance import Acceptance
 from dflash.decoding.ddtree import Trees, best_first, chain
-from dflash.decoding.replay import best_tokens, replay, replay_responses, replay_rows, response_span
+from dflash.decoding.replay import (
+    best_tokens,
+    replay,
+    replay_responses,
+    replay_rows,
+    response_span,
+    response_spans,
+    up_to_each_response,
+)
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates
 
@@ -198,7 +206,26 @@ def test_a_response_of_one_token_has_no_rounds(taught: tuple[Drafter, Ends, list
     assert replay_rows(drafter, ends, [row], budgets=[8])["chain"].acceptance_length is None
 
 
+def test_all_responses_of_a_row_are_summed_each_with_what_came_before_it(
+    taught: tuple[Drafter, Ends, list[RowStates]],
+) -> None:
+    drafter, ends, rows = taught
+    row = next(row for row in rows if len(row.input_ids_T) > 40)
+    first, end = response_span(row.loss_mask_T)
+    at_T = torch.arange(len(row.loss_mask_T))
+    masks = [row.loss_mask_T & (at_T < first + 12), row.loss_mask_T & (at_T >= first + 15)]
+    both = row._replace(loss_mask_T=masks[0] | masks[1])
+    assert [len(part.input_ids_T) for part in up_to_each_response(both)] == [first + 12, end]
+    alone = [replay(drafter, ends, row._replace(loss_mask_T=mask_T), budgets=[8]) for mask_T in masks]
+    for method, total in replay_rows(drafter, ends, [both], budgets=[8]).items():
+        lists = [rounds[method] for rounds in alone]
+        assert all(lists)
+        assert (total.responses, total.tokens) == (2, int(both.loss_mask_T.sum()))
+        assert (total.rounds, total.accepted) == (sum(map(len, lists)), sum(map(sum, lists)))
+
+
 def test_the_response_is_the_last_supervised_run() -> None:
+    assert response_spans(torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0])) == [(1, 3), (5, 8)]
     assert response_span(torch.tensor([0, 1, 1, 0, 0, 1, 1, 1, 0])) == (5, 8)
     assert response_span(torch.tensor([1, 1])) == (0, 2)
     assert response_span(torch.tensor([0, 0, 1])) == (2, 3)
