@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 
 from dflash.config import TrainingConfig
 from dflash.decoding.parity import REFERENCE, remember
+from dflash.decoding.replay import NotNumbers
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import save_drafter
 from dflash.drafter.model import Drafter, Ends
@@ -78,7 +79,7 @@ def train(
     where the drafter starts from its layers, and says which rows of a padded head are tokens; `group` is that of the
     W&B run. `should_stop` is asked after every step: where true at any rank, a checkpoint is saved and Stopped is
     raised at all. Raises ValueError for data or settings that cannot be trained with, FloatingPointError after too many
-    steps whose loss or gradient was of no use.
+    steps whose loss or gradient was of no use, and where weights or drafts are not numbers any more.
     """
     key = training_key(config, hidden_states)
     with joined(config.device) as ranks, _alone(key, ranks, should_stop) as waited:
@@ -164,7 +165,13 @@ def _train(
     def due(step: int) -> bool:
         return step % config.validate_every == 0 or step == total
 
+    def sound() -> bool:
+        """Whether all weights are finite; every rank must ask."""
+        return not ranks.any(not all(own(weight).isfinite().all() for weight in parameters))
+
     def save() -> None:
+        if not sound():  # nobody could go on from them
+            raise FloatingPointError(f"step {state.step}: the weights are not finite any more; lower the learning rate")
         keep = {"keep_last": config.keep_last, "keep_every": config.keep_every}
         state.num_rows = len(history)
         state.save(folder, ranks, settings=settings, metric=metric, **keep)
@@ -178,8 +185,14 @@ def _train(
             published = plain_copy(state.drafter, state.weights())
         own_rows = validation_rows[ranks.rank :: ranks.world]
         rows = ((store.rows[row], store.read(row)) for row in own_rows if not should_stop())
-        with autocast:
-            groups = replay_groups(published, proposing, rows, tree_budget=config.tree_budget)
+        try:
+            with autocast:
+                groups = replay_groups(published, proposing, rows, tree_budget=config.tree_budget)
+        except NotNumbers as error:
+            raise FloatingPointError(
+                f"step {state.step}: validation: {error.place}; lower the learning rate, or look for damage in the "
+                "hidden states with dflash verify"
+            ) from None
         if ranks.any(should_stop()):
             raise Stopped("stopped while validating; run again to continue")
         row = validation_row(ranks.gather(groups), step=state.step)
@@ -278,8 +291,7 @@ def _train(
             if objection:
                 state.steadiness = state.steadiness.skipped_one()
                 ids = ", ".join(store.rows[row].id for row in plan[step].rows)
-                sound = not ranks.any(not all(own(weight).isfinite().all() for weight in parameters))
-                skip(finished, objection, ids, state.steadiness.skipped, most=config.max_skipped, sound=sound)
+                skip(finished, objection, ids, state.steadiness.skipped, most=config.max_skipped, sound=sound())
             else:
                 set_learning_rates(state.optimizers, factor=factor)
                 for optimizer in state.optimizers:

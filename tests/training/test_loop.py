@@ -198,6 +198,28 @@ def test_steps_of_no_use_are_skipped_named_and_counted_until_there_are_too_many(
         train(make_config(epochs=3, max_skipped=2), states)
 
 
+DIVERGING = {"max_steps": 8, "epochs": 8, "warmup_share": 0, "validate_every": 4}
+
+
+def test_weights_that_are_not_finite_are_never_a_checkpoint():
+    states = make_states(LENGTHS)
+    config = make_config(**DIVERGING, learning_rate=1e39, save_every=1)
+    for _ in range(2):
+        with pytest.raises(
+            FloatingPointError, match="^step 1: the weights are not finite any more; lower the learning"
+        ):
+            train(config, states)
+        assert load_newest(in_progress(training_key(config, states))) is None
+
+
+def test_drafts_of_a_diverged_training_that_are_not_numbers_are_told_by_step_and_row():
+    diverged = (
+        r"^step 4: validation: row11: the drafter's logits after token \d+ are not numbers; lower the learning rate"
+    )
+    with pytest.raises(FloatingPointError, match=diverged):
+        train(make_config(**DIVERGING, learning_rate=1e18), make_states(LENGTHS))
+
+
 def test_a_spike_is_skipped_and_a_resumed_run_skips_the_same(caplog):
     states = make_states(LENGTHS)
     config = make_config(epochs=30, max_steps=40, spike_factor=1.0, clip_norm=1e-3, max_skipped=99)
