@@ -9,6 +9,7 @@ P tokens of all documents, F features, A anchors, V vocabulary, U draft vocabula
 import json
 import logging
 import resource
+import secrets
 import shutil
 import sys
 import time
@@ -199,9 +200,11 @@ def _train(
         record(row)
         state.scores |= scores_of([row], metric)
 
+    if not state.run_id.startswith(str(key)):  # begun anew, or continued from another key's checkpoint
+        state.run_id = f"{key}-{secrets.token_hex(3)}"
     tracked = tracked_run(
         config.tracking if ranks.first else "disabled",
-        run_id=str(key),
+        run_id=state.run_id,
         project=config.project,
         name=config.run_name or run_name(config),
         group=group,

@@ -77,7 +77,8 @@ class Counters:
 class State:
     """After `step` optimizer steps. `average` is the moving average of the weights; empty where none is kept.
 
-    `scores` are those of the validated steps, and `num_rows` counts the rows of metrics so far.
+    `scores` are those of the validated steps, `num_rows` counts the rows of metrics so far, and `run_id` is what
+    tracking knows this training by: one that begins anew is another run.
     """
 
     drafter: Drafter
@@ -88,6 +89,7 @@ class State:
     steadiness: Steadiness = field(default_factory=Steadiness)
     scores: dict[int, float] = field(default_factory=dict)
     num_rows: int = 0
+    run_id: str = ""
 
     def weights(self) -> dict[str, Tensor]:
         """Those to publish, whole; every rank must ask."""
@@ -118,6 +120,7 @@ class State:
                 "steadiness": asdict(self.steadiness),
                 "scores": {metric: self.scores},
                 "num_rows": self.num_rows,
+                "run_id": self.run_id,
             },
             settings=settings,
         )
@@ -138,9 +141,10 @@ class State:
         if not ranks.first:
             self.counters.blocks = Tally()
         self.steadiness = Steadiness(**checkpoint.counters["steadiness"])
-        scores = checkpoint.counters.get("scores", {}).get(metric, {})  # earlier checkpoints have neither
+        scores = checkpoint.counters.get("scores", {}).get(metric, {})  # earlier checkpoints have none of these
         self.scores = {int(step): score for step, score in scores.items()}
         self.num_rows = checkpoint.counters.get("num_rows", 0)
+        self.run_id = checkpoint.counters.get("run_id", "")
 
 
 def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:

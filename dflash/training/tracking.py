@@ -1,4 +1,4 @@
-"""Weights & Biases: one run per training key, continued when training is. Knows nothing of training."""
+"""Weights & Biases: one run per training, continued when that is. Knows nothing of training."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -48,6 +48,10 @@ def steps(run: list[object]) -> list[int]:
     return [record.history.step.num for record in run if record.WhichOneof("record_type") == "history"]
 
 
+def run_ids(run: list[object]) -> set[str]:
+    return {record.run.run_id for record in run if record.WhichOneof("record_type") == "run"}
+
+
 def test_run_names_say_what_differs():
     assert run_name(make_config()) == f"v{RECIPES['training']}-ddtree-g10-b95"
     assert run_name(make_config(beta2=0.999)).endswith("-b999")
@@ -78,7 +82,9 @@ def test_a_continued_run_has_every_row_once_its_last_one_too_and_nothing_of_the_
     assert steps(first) == [2, 4]
     assert steps(second) == [2, 4, 6, 8, 9]  # whole by itself
     (run,) = [record.run for record in second if record.WhichOneof("record_type") == "run"][:1]
-    assert (run.run_id, run.run_group, run.project) == (artifact.key, "a run", "dflash")
+    assert (run.run_group, run.project) == ("a run", "dflash")
+    assert run.run_id.startswith(artifact.key)
+    assert run_ids(first) == run_ids(second) == {run.run_id}
     assert run.display_name == run_name(config)
     settings = {item.key: item.value_json for item in run.config.update}
     assert {"gamma", "key", "hidden_states", "data", "verifier"} <= settings.keys()
@@ -89,6 +95,18 @@ def test_a_continued_run_has_every_row_once_its_last_one_too_and_nothing_of_the_
     written = b"".join(path.read_bytes() for path in (home / "wandb").rglob("*") if path.is_file())
     assert b"planted-secret" not in written
     assert b"0123456789abcdef" * 3 not in written
+
+
+def test_training_that_begins_anew_is_another_run_whose_rows_no_earlier_one_takes(home, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    states, config = make_states(LENGTHS), make_config(max_steps=4)
+    artifact = train(config, states)
+    train(config, states)  # as --refresh does
+    first, second = offline_runs()
+    assert len(run_ids(first) | run_ids(second)) == 2
+    assert all(name.startswith(artifact.key) for name in run_ids(first) | run_ids(second))
+    assert steps(second) == [2, 4]
 
 
 def test_a_validation_that_comes_after_the_row_of_its_step_was_ended_is_not_lost(home, monkeypatch):
