@@ -24,7 +24,7 @@ from dflash.decoding.history import read_history, series
 from dflash.decoding.live import PLAIN, Decoded, Measured, Method, Step, measure
 from dflash.decoding.near_ties import NEAR_TIE, divergence
 from dflash.decoding.page import write_report
-from dflash.decoding.parity import REFERENCE, Parity, ask, check, remember
+from dflash.decoding.parity import REFERENCE, UNCHECKED, Parity, ask, check, remember
 from dflash.decoding.replay import replay_responses, response_span
 from dflash.decoding.report import assemble
 from dflash.decoding.responses import Response, content_hash
@@ -145,7 +145,7 @@ def evaluate(
             f"{overlap:,} of {len(answers):,} prompts are in the training data: there it is learned by heart."
         )
     if not (parity and parity.compared):
-        warnings.append("It was not checked that another process drafts with this drafter as in training.")
+        warnings.append(UNCHECKED)
     for warning in warnings:
         log.warning("%s", warning)
 

@@ -4,7 +4,7 @@ $DFLASH_HOME/history/<verifier identity>.parquet
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import polars as pl
 from filelock import FileLock
 
-from dflash.manifests import home, write_atomically
+from dflash.manifests import Manifest, home, write_atomically
 from dflash.parquet import read_parquet
 
 COLUMNS = pl.Schema(
@@ -95,6 +95,15 @@ def append(report: Mapping[str, Any], *, key: str, created: datetime) -> bool:
         pl.concat([frame, pl.DataFrame([row], schema=COLUMNS)]).sort("created", "report").write_parquet(content)
         write_atomically(path, content.getvalue())
     return True
+
+
+def reports_on(drafter: Manifest, known: Iterable[Manifest]) -> list[Manifest]:
+    """The reports on a drafter among the artifacts that are known, those that speak for it first: of the history, which
+    those on new prompts, of the check for drift, are not in; of either kind the newest first.
+    """
+    found = [one for one in known if one.stage == "evaluation" and one.inputs["drafter"] == drafter.identity]
+    noted = set(read_history(drafter.summary["verifier"]["identity"])["report"]) if found else set()
+    return sorted(found, key=lambda report: (report.key in noted, report.created), reverse=True)
 
 
 def series(history: pl.DataFrame, *, like: Mapping[str, Any]) -> dict[str, list[tuple[datetime, float | None]]]:

@@ -15,7 +15,7 @@ from dflash.config import EvaluationConfig
 from dflash.decoding.acceptance import CHAIN, method_name, num_nodes
 from dflash.decoding.champions import Champion, Overtaken, champion_of, promote
 from dflash.decoding.evaluation import SEED, evaluate, usual_budget
-from dflash.decoding.history import append, read_history
+from dflash.decoding.history import append, reports_on
 from dflash.decoding.tables import code, escaped
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
 from dflash.drafter.export import read_config
@@ -149,8 +149,8 @@ def method_of(methods: list[str], *, tree_budget: int | None = None) -> str:
 
 
 def report_of(name: str) -> Path:
-    """The folder of a report: given as such, by its key, or as the newest one on the drafter of a key; the beginning of
-    a key is enough. Raises ValueError where there is none, or several begin so.
+    """The folder of a report: given as such, by its key, or as the first on the drafter of a key (`reports_on`); the
+    beginning of a key is enough. Raises ValueError where there is none, or several begin so.
     """
     if (Path(name) / "report.json").is_file():
         return Path(name)
@@ -158,7 +158,7 @@ def report_of(name: str) -> Path:
 
 
 def _found(name: str, stage: str) -> Manifest:
-    known = manifests()  # the newest first
+    known = manifests()
     named = [m for m in known if m.key.startswith(name) or m.key.rpartition("-")[2].startswith(name)]
     named = [m for m in named if m.key == name] or named
     if len(named) > 1:
@@ -166,11 +166,8 @@ def _found(name: str, stage: str) -> Manifest:
     if named and named[0].stage == stage:
         return named[0]
     if named and named[0].stage == "training":
-        reports = [m for m in known if m.stage == stage and m.inputs["drafter"] == named[0].identity]
-        noted = set(read_history(named[0].summary["verifier"]["identity"])["report"]) if reports else set()
-        # those on new prompts, of the check for drift, are in no history
-        for report in [m for m in reports if m.key in noted] or reports:
-            return report
+        if reports := reports_on(named[0], known):
+            return reports[0]
         raise ValueError(f"{name}: {named[0].key} has no report yet; run a recipe that evaluates it")
     raise ValueError(f"{name}: no report, and no drafter with one, begins so under {home()}; dflash ls shows them")
 

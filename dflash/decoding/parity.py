@@ -46,6 +46,7 @@ MOST_TOKENS = 33  # of an answer that is decoded live
 MUST_AGREE = {"float32": 1.0, "float16": 0.99, "bfloat16": 0.99, "fp8": 0.99}
 """Share of the drafts that are no near-ties, and of the rounds, that must be the same. Where it is not all, rounding is
 worth a few logits now and then, so one round may always differ."""
+UNCHECKED = "It was not checked that another process drafts with this drafter as in training."
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 SECONDS = 1800.0
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash.decoding.acceptance import CHAIN
+from dflash.decoding.parity import UNCHECKED
 from dflash.decoding.tables import NOT_MEASURED, Table, heading, markdown_table
 from dflash.export.facts import is_hub_id
 
@@ -158,9 +159,9 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
         else "Weak: no category's interval of the chain lies below the number of all responses.",
         f"A process of its own, given the folder, drafted {parity['agreement']:.1%} of {parity['compared']:,} tokens "
         f"{same}."
-        if parity
-        else "It was not checked that another process drafts with it as in training.",
-        *evaluation["notes"],
+        if parity and parity["compared"]
+        else UNCHECKED,
+        *(note for note in evaluation["notes"] if note != UNCHECKED),
         f"Report: `{evaluation['report']}`.",
     ]
     header = ["category", *map(heading, methods), "rounds (chain)", "responses"]

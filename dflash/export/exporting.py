@@ -138,7 +138,7 @@ def drafter_of(source: str, made: Lineage) -> Manifest:
 def _refuse_unchecked(drafter: Manifest, made: Lineage) -> None:
     found = report_on(drafter, made)
     if found is None:
-        why = "has no report, so that the parity gate never passed"
+        why = "has no report of this version, so that the parity gate never passed"
     elif not found[1]["parity"]:
         why = f"was evaluated with the parity gate off ({found[0]})"
     elif found[1]["parity"]["defect"] or not found[1]["parity"]["compared"]:

@@ -1,16 +1,19 @@
-"""What is known of a drafter, from the manifests of all it was made from and its newest report. Nothing is guessed.
+"""What is known of a drafter, from the manifests of all it was made from and the reports on it. Nothing is guessed.
 
 Reads manifests and reports, no weights. What is not known (any more) is null.
 """
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from itertools import chain
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
 from dflash.bundled import LICENCES, PACKAGE, PREFIX
 from dflash.decoding.acceptance import CHAIN
+from dflash.decoding.history import reports_on
 from dflash.decoding.parity import REFERENCE
+from dflash.decoding.report import SCHEMA_VERSION as REPORT_VERSION
 from dflash.decoding.tables import groups
 from dflash.decoding.verdict import load_evaluated
 from dflash.drafter.model import DrafterConfig
@@ -25,12 +28,18 @@ MADE_FROM = ("hidden_states", "corpus", "conversations", "prompts")
 
 
 def report_on(drafter: Manifest, made: Lineage) -> tuple[str, dict[str, Any]] | None:
-    """Key and record of the newest report on a drafter; None where there is none."""
-    reports = [m for m in made.manifests if m.stage == "evaluation" and m.inputs["drafter"] == drafter.identity]
-    if not reports:
+    """Key and record of the report that speaks for a drafter (`reports_on`); None where there is none of this version.
+
+    Its parity is that of the first report whose gate passed, if any did: that is about the drafter, not about prompts.
+    """
+    found = ((m.key, dict(load_evaluated(m.path).report)) for m in reports_on(drafter, made.manifests))
+    reports = ((key, report) for key, report in found if report["schema_version"] == REPORT_VERSION)
+    if not (first := next(reports, None)):
         return None
-    newest = max(reports, key=lambda manifest: manifest.created)
-    return newest.key, dict(load_evaluated(newest.path).report)
+    key, record = first
+    parities = (report["parity"] for _, report in chain([first], reports))
+    passed = (parity for parity in parities if parity and parity["compared"] and not parity["defect"])
+    return key, record | {"parity": next(passed, record["parity"])}
 
 
 def is_record(found: object) -> TypeGuard[dict[str, Any]]:

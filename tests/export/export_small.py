@@ -80,6 +80,6 @@ class Made:
                 remember(folder / REFERENCE, drafter=drafter, ends=ends, rows=rows, storage_dtype="float32")
         return artifact()
 
-    def report(self, drafter: Artifact, *, parity: str = "on") -> Artifact:
-        config = EvaluationConfig(prompts=self.sources, budgets=[4], live_prompts=0, parity=parity)  # type: ignore[arg-type]
+    def report(self, drafter: Artifact, *, parity: str = "on", budget: int = 4) -> Artifact:
+        config = EvaluationConfig(prompts=self.sources, budgets=[budget], live_prompts=0, parity=parity)  # type: ignore[arg-type]
         return evaluate(config, drafter, self.hidden_states, self.verifier)

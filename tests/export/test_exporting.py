@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from dflash.config import VerifierConfig
+from dflash.decoding.history import append
+from dflash.decoding.verdict import load_evaluated
 from dflash.drafter.export import load_drafter
 from dflash.export import importing
 from dflash.export.card import model_card
@@ -203,10 +206,34 @@ def test_a_verifier_is_pinned_at_its_recorded_revision_and_with_its_code_where_a
 def test_a_drafter_that_the_parity_gate_did_not_pass_is_refused_unless_asked(made: Made, tmp_path: Path) -> None:
     unchecked = made.drafter(seed=1)
     assert "has no report" in error(unchecked, tmp_path / "out", ungated=False)
-    made.report(unchecked, parity="off")
+    report = made.report(unchecked, parity="off")
     assert "gate off" in error(unchecked, tmp_path / "out", ungated=False)
     folder = export_drafter(unchecked.key, tmp_path / "out", **AS_IS)
     assert "not checked that another process drafts" in (folder / "README.md").read_text()
+    written = json.loads((report.path / "report.json").read_text())
+    (report.path / "report.json").write_text(json.dumps({**written, "schema_version": 2}))
+    assert "has no report of this version" in error(unchecked, tmp_path / "again", ungated=False)
+
+
+def test_a_check_on_other_prompts_neither_bars_a_drafter_nor_gives_its_figures(made: Made, tmp_path: Path) -> None:
+    checked, unchecked = (made.drafter(seed=seed) for seed in (9, 10))
+
+    def note(report: Artifact) -> None:
+        append(load_evaluated(report.path).report, key=report.key, created=datetime.now(UTC))
+
+    first, later = made.report(checked), made.report(unchecked, parity="off")
+    for report in (first, later):
+        note(report)
+    made.report(checked, parity="off", budget=3)  # on new prompts, and so in no history
+    made.report(unchecked, budget=3)
+    for found, report in ((checked, first), (unchecked, later)):
+        folder = export_drafter(found.key, tmp_path / found.key, **AS_IS | {"ungated": False})
+        evaluation = json.loads((folder / PROVENANCE).read_text())["evaluation"]
+        assert (evaluation["report"], evaluation["methods"]) == (report.key, ["chain", "tree4"])
+        assert evaluation["parity"]["compared"]
+        card = (folder / "README.md").read_text()
+        assert "drafted 100.0% of" in card
+        assert "not checked that another process" not in card
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(made: Made, drafter: Artifact, tmp_path: Path) -> None:
