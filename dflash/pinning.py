@@ -255,16 +255,16 @@ def tap_layers(num_layers: int, num_taps: int, chosen: list[int]) -> list[int]:
     return layers
 
 
-def check_mask_token(config: TrainingConfig, verifier: PinnedVerifier) -> None:
-    """The mask token must be a row of the embedding and mean nothing else; raises ValueError saying which it breaks."""
-    token = config.mask_token_id
+def check_mask_token(token: int, verifier: PinnedVerifier, *, place: str) -> None:
+    """The mask token must be a row of the embedding and mean nothing else; raises ValueError saying which it breaks.
+
+    `place` is the setting that it comes from.
+    """
     if token >= verifier.vocab_size:
-        raise ValueError(
-            f"training.mask_token_id: {token} is out of range; the verifier's embedding has {verifier.vocab_size} rows"
-        )
+        raise ValueError(f"{place}: {token} is out of range; the verifier's embedding has {verifier.vocab_size} rows")
     for name, ids in verifier.special_ids.items():
         if token in ids:
-            raise ValueError(f"training.mask_token_id: {token} is the verifier's {name} token; choose a reserved id")
+            raise ValueError(f"{place}: {token} is the verifier's {name} token; choose a reserved id")
 
 
 def check_draft_vocabulary(config: TrainingConfig, verifier: PinnedVerifier) -> None:

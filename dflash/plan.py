@@ -52,7 +52,7 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
             resolve_device(device)
     verifier = pin(recipe.verifier)
     check_templates(chat_templates(verifier), verifier.chat.variables)
-    check_mask_token(recipe.training, verifier)
+    check_mask_token(recipe.training.mask_token_id, verifier, place="training.mask_token_id")
     check_draft_vocabulary(recipe.training, verifier)
     for section, limits in (("generation", recipe.generation), ("evaluation", recipe.evaluation_generation())):
         check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)

@@ -30,6 +30,7 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     kind = settings.get("model_type", "qwen3")
     try:
         defaults = AutoConfig.for_model(**{**settings, "model_type": kind}).to_dict()
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"model_type {kind!r} is not known to Transformers ({' '.join(str(error).split())})") from None
+    except Exception as error:  # each class has checks of its own, and what it makes of other values is not foreseen
+        cause = " ".join(str(error).split())[:200]
+        raise ValueError(f"model_type {kind!r} with these settings is not known to Transformers ({cause})") from None
     return defaults | settings

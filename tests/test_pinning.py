@@ -218,12 +218,12 @@ def training(mask_token_id: int) -> TrainingConfig:
 
 def test_the_mask_token_means_nothing_else(folder: Path) -> None:
     verifier = pinned(folder)
-    check_mask_token(training(19), verifier)
+    check_mask_token(19, verifier, place="training.mask_token_id")
     with pytest.raises(ValueError, match="20 is out of range; the verifier's embedding has 20 rows"):
-        check_mask_token(training(20), verifier)
+        check_mask_token(20, verifier, place="training.mask_token_id")
     for token, name in ((2, "eos"), (5, "eos"), (0, "pad")):
         with pytest.raises(ValueError, match=f"{token} is the verifier's {name} token"):
-            check_mask_token(training(token), verifier)
+            check_mask_token(token, verifier, place="training.mask_token_id")
 
 
 def test_templates_are_found_where_transformers_looks_for_them(folder: Path) -> None:

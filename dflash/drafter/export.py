@@ -48,7 +48,9 @@ def read_tensors(folder: Path, *, device: torch.device | str = "cpu") -> dict[st
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"{outside[0]!r} is no file of this folder")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged ({error}); copy or download it again") from None
     elif not whole.exists():
         pickled = sorted(path.name for kind in ("*.bin", "*.pt") for path in folder.glob(kind))
@@ -60,22 +62,22 @@ def read_tensors(folder: Path, *, device: torch.device | str = "cpu") -> dict[st
             raise ValueError(f"{path} is missing, one of {len(names)} files that {index.name} names; download it again")
         try:
             weights |= load_file(path, device=str(device))
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise ValueError(f"{path} is damaged ({error}); copy or train it again") from None
     return weights
 
 
 def check_weights(place: Path, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
-    """Raises ValueError naming all weights that are missing, unknown or misshapen for this drafter, and maps of a draft
-    vocabulary that contradict each other.
+    """Raises ValueError naming all weights that are missing, unknown, misshapen or of another kind than this drafter's,
+    and maps of a draft vocabulary that contradict each other.
     """
-    expected = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    differing = (name for name in expected.keys() & found.keys() if expected[name] != found[name])
+    expected = drafter.state_dict()
+    both = expected.keys() & weights.keys()
     problems = {
-        "lacks": expected.keys() - found.keys(),
-        "has unknown": found.keys() - expected.keys(),
-        "has misshapen": differing,
+        "lacks": expected.keys() - weights.keys(),
+        "has unknown": weights.keys() - expected.keys(),
+        "has misshapen": (name for name in both if expected[name].shape != weights[name].shape),
+        "has no numbers of the right kind in": (name for name in both if _kind(expected[name]) != _kind(weights[name])),
     }
     named = {problem: ", ".join(sorted(names)) for problem, names in problems.items()}
     if any(named.values()):
@@ -83,6 +85,15 @@ def check_weights(place: Path, weights: Mapping[str, Tensor], drafter: Drafter) 
         raise ValueError(f"{place}: {listed}; is config.json its own?")
     if drafter.config.draft_vocab_size and (wrong := contradiction(*(weights[name] for name in MAPS))):
         raise ValueError(f"{place}: {wrong}; export or train the drafter again")
+
+
+def _kind(tensor: Tensor) -> str:
+    return "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """The names of the weights that hold infinities, or what is no number."""
+    return [name for name, weight in weights.items() if not weight.float().isfinite().all()]
 
 
 def read_weights(folder: Path, drafter: Drafter, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -11,9 +11,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from dflash.drafter.model import SLIDING, DrafterConfig
+from dflash.drafter.published import PositiveNumber, Published, Settings, checked
 from dflash.pinning import tap_layers
 
 log = logging.getLogger(__name__)
@@ -40,6 +42,41 @@ OTHER_METHODS = (
 )  # fmt: skip
 
 
+class Named(Settings):
+    name_or_path: str | None = None
+
+
+class Proposal(Settings):
+    verifier: Named | None = None
+
+
+class Origin(Settings):
+    """Where the speculators format says which verifier a drafter is for."""
+
+    speculators_config: Proposal | None = None
+
+
+class Speculators(Origin):
+    transformer_layer_config: dict[str, Any]
+    aux_hidden_state_layer_ids: list[int] = Field(min_length=1)
+    block_size: Any
+    mask_token_id: Any
+    draft_vocab_size: Any
+    sample_from_anchor: Any = False
+    sliding_window_non_causal: bool | None = None
+
+
+class Plain(Settings):
+    dflash_config: dict[str, Any] | None = None
+
+
+class TorchSpec(Plain):
+    target_num_hidden_layers: PositiveInt
+    num_target_layers: int = Field(ge=1, le=1000)
+    target_layer_ids: list[int] | None = None
+    rope_theta: PositiveNumber
+
+
 def format_of(settings: Mapping[str, Any]) -> str:
     """Which format a config.json is of. Raises ValueError for a drafter of another method."""
     if "speculators_model_type" in settings:
@@ -47,8 +84,8 @@ def format_of(settings: Mapping[str, Any]) -> str:
             raise ValueError(f"a speculator of type {settings['speculators_model_type']!r}; only dflash is known here")
         return SPECULATORS
     architectures = settings.get("architectures") or []
-    if unknown := sorted(set(architectures) - set(ARCHITECTURES)):
-        raise ValueError(f"architecture {', '.join(unknown)} is unknown; only {ARCHITECTURES[0]} is known here")
+    if not isinstance(architectures, list) or any(name not in ARCHITECTURES for name in architectures):
+        raise ValueError(f"architectures {architectures!r} are unknown; only {ARCHITECTURES[0]} is known here")
     return TORCHSPEC if settings.get("target_num_hidden_layers") else PUBLISHED
 
 
@@ -58,55 +95,52 @@ def as_published(settings: Mapping[str, Any], *, num_target_layers: int, block_s
     `block_size` is for a format that does not say it, 0 where it is not given. Raises ValueError, naming the field,
     for what is missing, contradicts itself or the arguments, or is no part of the method as it is known here.
     """
-    kind = format_of(settings)
-    try:
-        found = READ[kind](settings, num_target_layers)
-        _refuse_others(found)
-        method = dict(found.get("dflash_config") or {})
-        blocks = found.get("block_size") or method.get("block_size") or block_size
-        if not blocks:
-            raise ValueError("config.json has no block_size; give the one that it was trained with")
-        if block_size and blocks != block_size:
-            raise ValueError(f"config.json has block_size {blocks}, not {block_size}")
-        declared = found.get("num_target_layers", num_target_layers)
-        if declared != num_target_layers:
-            raise ValueError(f"it is for a verifier of {declared} layers, not of {num_target_layers}")
-        mask_token_id = method.get("mask_token_id", found.get("mask_token_id"))
-        if mask_token_id is None:
-            raise ValueError("config.json has no mask_token_id; add it to its dflash_config")
-        chosen = method.get("target_layer_ids") or found.get("target_layer_ids") or []
-        taps = tap_layers(num_target_layers, found["num_hidden_layers"], chosen)
-    except KeyError as error:
-        raise ValueError(f"config.json has no {error}; is it a DFlash drafter?") from None
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"config.json is not laid out as {kind} has it ({error}); is it a DFlash drafter?") from None
-    return {**found, "block_size": blocks, "num_target_layers": num_target_layers} | {
-        "dflash_config": {"mask_token_id": mask_token_id, "target_layer_ids": taps}
-    }
+    found = READ[format_of(settings)](settings)
+    _refuse_others(found)
+    method = found.get("dflash_config") or {}
+    blocks = found.get("block_size") or method.get("block_size") or block_size
+    if not blocks:
+        raise ValueError("config.json has no block_size; give the one that it was trained with")
+    if block_size and blocks != block_size:
+        raise ValueError(f"config.json has block_size {blocks}, not {block_size}")
+    mask_token_id = method.get("mask_token_id", found.get("mask_token_id"))
+    if mask_token_id is None:
+        raise ValueError("config.json has no mask_token_id; add it to its dflash_config")
+    chosen = method.get("target_layer_ids") or found.get("target_layer_ids") or []
+    published = {"num_target_layers": num_target_layers, **found, "block_size": blocks}
+    published["dflash_config"] = {"mask_token_id": mask_token_id, "target_layer_ids": chosen}
+    shape = checked(Published, published)
+    if shape.num_target_layers != num_target_layers:
+        raise ValueError(f"it is for a verifier of {shape.num_target_layers} layers, not of {num_target_layers}")
+    published["dflash_config"]["target_layer_ids"] = tap_layers(num_target_layers, shape.num_hidden_layers, chosen)
+    return published
 
 
-def _published(settings: Mapping[str, Any], _: int) -> dict[str, Any]:
+def _published(settings: Mapping[str, Any]) -> dict[str, Any]:
+    checked(Plain, settings)
     return dict(settings)
 
 
-def _speculators(settings: Mapping[str, Any], _: int) -> dict[str, Any]:
-    layers, ids = dict(settings["transformer_layer_config"]), list(settings["aux_hidden_state_layer_ids"])
+def _speculators(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found = checked(Speculators, settings)
+    layers, ids = dict(found.transformer_layer_config), found.aux_hidden_state_layer_ids
     if min(ids) < 1:
         raise ValueError(f"aux_hidden_state_layer_ids {ids} hold the embedding, 0, which is no tap here")
-    if SLIDING in (layers.get("layer_types") or []) and settings.get("sliding_window_non_causal"):
+    types = layers.get("layer_types")
+    if isinstance(types, list) and SLIDING in types and found.sliding_window_non_causal:
         layers["is_causal"] = False
-    method = {"mask_token_id": settings["mask_token_id"], "target_layer_ids": [layer - 1 for layer in ids]}
-    extra = {"sample_from_anchor": settings.get("sample_from_anchor", False)}
-    shape = {"block_size": settings["block_size"], "draft_vocab_size": settings["draft_vocab_size"]}
+    method = {"mask_token_id": found.mask_token_id, "target_layer_ids": [layer - 1 for layer in ids]}
+    extra = {"sample_from_anchor": found.sample_from_anchor}
+    shape = {"block_size": found.block_size, "draft_vocab_size": found.draft_vocab_size}
     return layers | shape | {"dflash_config": method | extra}
 
 
-def _torchspec(settings: Mapping[str, Any], _: int) -> dict[str, Any]:
-    layers, taps = settings["target_num_hidden_layers"], settings["num_target_layers"]
-    chosen = settings.get("target_layer_ids") or []
+def _torchspec(settings: Mapping[str, Any]) -> dict[str, Any]:
+    found = checked(TorchSpec, settings)
+    layers = found.target_num_hidden_layers
     return dict(settings) | {
         "num_target_layers": layers,
-        "target_layer_ids": tap_layers(layers, taps, chosen),
+        "target_layer_ids": tap_layers(layers, found.num_target_layers, found.target_layer_ids or []),
         # its rotation knows nothing else
         "rope_parameters": {"rope_type": "default", "rope_theta": settings["rope_theta"]},
         "rope_scaling": None,

@@ -23,6 +23,7 @@ from dflash.drafter.attention import Visible, block_attention
 from dflash.drafter.blocks import Documents
 from dflash.drafter.gated import gated_down
 from dflash.drafter.norms import rms_norm, rms_norm_rotated
+from dflash.drafter.published import DEFAULT_EPS, Published, checked
 from dflash.drafter.rope import frequencies, rope_parameters
 from dflash.drafter.vocabulary import MAPS, kept_tokens, maps_of
 from dflash.logits import LogitRule
@@ -70,8 +71,6 @@ class DrafterConfig:
         rotated = int(self.head_dim * self.rope["partial_rotary_factor"])
         if rotated % 2 or not rotated:
             raise ValueError(f"{rotated} of {self.head_dim} dimensions rotate; choose an even head_dim")
-        if unknown := set(self.layer_types) - {FULL, SLIDING}:
-            raise ValueError(f"layer_types {sorted(unknown)} are unknown; expected {FULL} or {SLIDING}")
         if SLIDING in self.layer_types and self.sliding_window < self.block_size:
             raise ValueError(
                 f"sliding_window {self.sliding_window} is smaller than a block of {self.block_size}; raise it"
@@ -132,7 +131,7 @@ class DrafterConfig:
             num_attention_heads=num_attention_heads or heads,
             num_key_value_heads=num_key_value_heads or text.get("num_key_value_heads") or heads,
             head_dim=head_dim or text.get("head_dim") or text["hidden_size"] // heads,
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=text.get("rms_norm_eps", DEFAULT_EPS),
             rope=rope_parameters(text),
             max_position_embeddings=text["max_position_embeddings"],
             block_size=block_size,
@@ -196,38 +195,30 @@ class DrafterConfig:
     @classmethod
     def from_json(cls, settings: dict[str, Any]) -> "DrafterConfig":
         """From a published config.json. Raises ValueError where a field is missing or is not one of ours."""
-        try:
-            layers = settings["num_hidden_layers"]
-            types = tuple(settings.get("layer_types") or [FULL] * layers)
-            if len(types) != layers:
-                raise ValueError(f"the drafter's config.json has {layers} layers, but {len(types)} layer_types")
-            causal = settings.get("is_causal")
-            if causal is not None and {kind == SLIDING for kind in types} != {causal}:
-                raise ValueError(
-                    f"the drafter's config.json has is_causal {causal}; here layers of {SLIDING} look back, and others "
-                    "in both directions"
-                )
-            config = cls.from_verifier(
-                settings | {"num_hidden_layers": settings["num_target_layers"]},
-                block_size=settings["block_size"],
-                num_layers=layers,
-                mask_token_id=settings["dflash_config"]["mask_token_id"],
-                target_layer_ids=settings["dflash_config"]["target_layer_ids"],
-            )
-            window = settings["sliding_window"] if SLIDING in types else 0
-            verifier_hidden_size = settings.get("target_hidden_size", config.hidden_size)
-            draft_vocab_size = settings.get("draft_vocab_size") or 0
-        except KeyError as error:
-            raise ValueError(f"the drafter's config.json has no {error}; is it a DFlash drafter?") from None
-        except TypeError as error:
+        found = checked(Published, settings)
+        layers = found.num_hidden_layers
+        types = tuple(found.layer_types or [FULL] * layers)
+        if len(types) != layers:
+            raise ValueError(f"the drafter's config.json has {layers} layers, but {len(types)} layer_types")
+        if found.is_causal is not None and {kind == SLIDING for kind in types} != {found.is_causal}:
             raise ValueError(
-                f"the drafter's config.json is not laid out as one ({error}); is it a DFlash drafter?"
-            ) from None
+                f"the drafter's config.json has is_causal {found.is_causal}; here layers of {SLIDING} look back, and "
+                "others in both directions"
+            )
+        given = {name: settings[name] for name in found.model_fields_set}
+        config = cls.from_verifier(
+            given | {"num_hidden_layers": found.num_target_layers},
+            block_size=found.block_size,
+            num_layers=layers,
+            mask_token_id=found.dflash_config.mask_token_id,
+            target_layer_ids=found.dflash_config.target_layer_ids,
+        )
+        draft_vocab_size = found.draft_vocab_size or 0
         return replace(
             config,
             layer_types=types,
-            sliding_window=window or 0,
-            verifier_hidden_size=verifier_hidden_size,
+            sliding_window=(found.sliding_window or 0) if SLIDING in types else 0,
+            verifier_hidden_size=found.target_hidden_size or config.hidden_size,
             draft_vocab_size=0 if draft_vocab_size == config.vocab_size else draft_vocab_size,
         )
 

@@ -15,15 +15,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dflash.config import VerifierConfig
-from dflash.drafter.export import HEAD, check_weights, read_tensors, save_drafter
-from dflash.drafter.formats import SPECULATORS, as_published, format_of, own_weights
+from dflash.drafter.export import HEAD, check_weights, not_finite, read_tensors, save_drafter
+from dflash.drafter.formats import SPECULATORS, Origin, Speculators, as_published, format_of, own_weights
 from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.published import checked
 from dflash.drafter.vocabulary import MAPS
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, revision_of
 from dflash.export.facts import is_record
 from dflash.keys import imported_key
 from dflash.manifests import Artifact, Damaged, file_sha256, find, publish
-from dflash.pinning import PinnedVerifier, pin
+from dflash.pinning import PinnedVerifier, check_mask_token, pin
 from dflash.text_config import with_defaults
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,12 @@ def verifier_of(
     if model:
         revision = revision or revision_of(model, recorded)
         return pin(VerifierConfig(model=model, revision=revision, trust_remote_code=trust_remote_code))
-    method = _json(folder / "config.json").get("speculators_config") or {}
+    try:
+        said = checked(Origin, _json(folder / "config.json")).speculators_config
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from None
     # a record calls a verifier that lay in a folder by that folder's last name only
-    name = (method.get("verifier") or {}).get("name_or_path") or recorded.get("name")
+    name = (said and said.verifier and said.verifier.name_or_path) or recorded.get("name")
     if not name:
         raise ValueError(f"{folder}: it does not say which verifier it is for; give --verifier")
     try:
@@ -69,12 +73,11 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
         kind = format_of(settings)
         _refuse_other(recorded, verifier)
         if kind == SPECULATORS:  # which leaves out what is the default of its class
-            settings["transformer_layer_config"] = with_defaults(settings["transformer_layer_config"])
+            layers = checked(Speculators, settings).transformer_layer_config
+            settings["transformer_layer_config"] = with_defaults(layers)
         published = as_published(settings, num_target_layers=verifier.num_layers, block_size=block_size)
         config = DrafterConfig.from_json(published)
         _check_shape(config, verifier)
-    except KeyError as error:
-        raise ValueError(f"{folder / 'config.json'} has no {error}; is it a DFlash drafter?") from None
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
     weights, borrowed = own_weights(read_tensors(folder))
@@ -84,6 +87,8 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
         weights |= {name: borrowed.pop(name) for name in MAPS if name in borrowed}
     _check_taps(folder, weights, config)
     check_weights(folder, weights, drafter)
+    if broken := not_finite(weights):
+        raise ValueError(f"{folder}: {', '.join(broken)} hold numbers that are not finite; get or train it again")
     drafter.load_state_dict(weights, assign=True)
     head_UH = _check_borrowed(folder, borrowed, verifier, kept_U=drafter.kept_U)
     dtypes = sorted({str(weight.dtype).removeprefix("torch.") for weight in drafter.weights().values()})
@@ -122,7 +127,11 @@ def check_sums(folder: Path) -> None:
     """Raises ValueError naming the first file that is missing or differs from the folder's checksums, if it has any."""
     if not (folder / CHECKSUMS).exists():
         return
-    for number, line in enumerate((folder / CHECKSUMS).read_text().splitlines(), start=1):
+    try:
+        lines = (folder / CHECKSUMS).read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder / CHECKSUMS} is damaged ({error}); get the folder again") from None
+    for number, line in enumerate(lines, start=1):
         digest, _, name = line.partition("  ")
         if not name or Path(name).name != name:
             raise ValueError(f"{folder / CHECKSUMS}:{number}: {line!r} is no checksum and name; get the folder again")
@@ -140,7 +149,7 @@ def _recorded(folder: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); get the folder again") from None
     if is_record(found):
         return dict(found)
@@ -153,7 +162,7 @@ def _json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give the folder of a DFlash drafter") from None
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); get the folder again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} is no JSON object; give the folder of a DFlash drafter")
@@ -177,8 +186,7 @@ def _check_shape(config: DrafterConfig, pinned: PinnedVerifier) -> None:
     ):
         if ours != theirs:
             raise ValueError(f"it has {what} {ours}, its verifier {pinned.name} {theirs}; give the right --verifier")
-    if not 0 <= config.mask_token_id < pinned.vocab_size:
-        raise ValueError(f"mask token {config.mask_token_id} is none of the verifier's {pinned.vocab_size} tokens")
+    check_mask_token(config.mask_token_id, pinned, place="mask_token_id")
 
 
 def _check_taps(folder: Path, weights: Mapping[str, Tensor], config: DrafterConfig) -> None:

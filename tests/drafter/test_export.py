@@ -118,7 +118,9 @@ def test_a_config_that_layers_cannot_follow_is_refused_with_the_reason():
         ({"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": None}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear"}, "rope_scaling": None}, "linear' lacks factor"),
         ({"num_key_value_heads": 3}, "not a multiple of 3"),
-        ({"dflash_config": None}, "not laid out as one"),
+        ({"dflash_config": None}, "has dflash_config None"),
+        ({"rope_theta": 5.0}, "rope_theta 5, but 10000 in its rope_parameters"),
+        ({"block_size": "x", "head_dim": 3.5}, "block_size .x. .*, head_dim 3.5 "),
     ):
         with pytest.raises(ValueError, match=reason):
             DrafterConfig.from_json(published | change)

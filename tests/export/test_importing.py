@@ -19,7 +19,7 @@ from dflash.drafter.model import Drafter
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, export_drafter
 from dflash.export.importing import import_drafter, verifier_of
 from dflash.keys import training_key
-from dflash.manifests import Artifact, load_manifest
+from dflash.manifests import Artifact, home, load_manifest
 from dflash.pinning import pin
 from tests.export.export_small import LAYERS, Made
 
@@ -33,8 +33,10 @@ def read(folder: Path, verifier: str = VERIFIER, *, block_size: int = 0) -> Arti
 
 
 def error(folder: Path, verifier: str = VERIFIER, **settings: Any) -> str:
+    before = set((home() / "artifacts" / "training").iterdir())
     with pytest.raises(ValueError) as caught:
         read(folder, verifier, **settings)
+    assert set((home() / "artifacts" / "training").iterdir()) == before, "nothing is published"
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -222,6 +224,10 @@ def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "training_state.pt")
 
 
+def index(names: dict[str, Any]) -> Change:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
 def method(**changes: Any) -> dict[str, Any]:
     return {"mask_token_id": 3, "target_layer_ids": LAYERS} | changes
 
@@ -239,16 +245,29 @@ WRONG: dict[str, tuple[Change, str]] = {
     "another hidden size": (edit(hidden_size=256), "hidden size 256, its verifier bundled:demo-verifier 192"),
     "another vocabulary": (edit(vocab_size=32000), "vocabulary 32000"),
     "another depth": (edit(num_target_layers=36), "verifier of 36 layers, not of 6"),
-    "a mask token beyond": (edit(dflash_config=method(mask_token_id=5000)), "mask token 5000"),
+    "a mask token beyond": (edit(dflash_config=method(mask_token_id=5000)), "mask_token_id: 5000 is out of range"),
+    "an end token as mask": (
+        edit(dflash_config=method(mask_token_id=2)),
+        ": 2 is the verifier's eos token",
+    ),
     "no mask token": (edit(dflash_config=method(mask_token_id=None)), "no mask_token_id"),
     "another method": (edit(dflash_config=method(projector_type="domino")), "projector_type 'domino'"),
-    "another architecture": (edit(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel is unknown"),
+    "another architecture": (edit(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel'. are unknown"),
     "biases": (edit(attention_bias=True), "attention_bias True"),
     "scaled embeddings": (edit(dflash_config=method(input_embedding_scale=8.0)), "input_embedding_scale 8.0"),
     "another speculator": (edit(speculators_model_type="eagle3"), "type 'eagle3'"),
     "half a file": (cut, "model.safetensors is damaged"),
     "a shard less": (lose_a_shard, "model-00002-of-00002.safetensors is missing, one of 2 files"),
     "pickles": (pickled, "training_state.pt is not read"),
+    "counts for weights": (
+        weights(lambda w: w.update({name: weight.long() for name, weight in w.items()})),
+        "no numbers of the right kind in fc.weight, hidden_norm.weight",
+    ),
+    "no numbers": (weights(lambda w: w["fc.weight"].fill_(torch.nan)), "fc.weight hold numbers that are not finite"),
+    "an index of something else": (index({"fc.weight": 5}), "index.json is damaged"),
+    "an index that leads outside": (index({"fc.weight": "../a.safetensors"}), "'../a.safetensors' is no file of this"),
+    "checksums in no encoding": (lambda folder: (folder / CHECKSUMS).write_bytes(b"\xff"), "SHA256SUMS is damaged"),
+    "another theta": (edit(rope_theta=5.0), "rope_theta 5, but 10000 in its rope_parameters"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "half a config": (lambda folder: (folder / "config.json").write_text('{"block'), "config.json is damaged"),
     "something else": (edit(num_hidden_layers=None), "has no 'num_hidden_layers'"),
@@ -266,6 +285,33 @@ def test_what_is_wrong_with_a_folder_is_named(drafter: Artifact, tmp_path: Path,
     assert str(folder) in found
 
 
+IMPOSSIBLE: dict[str, list[Any]] = {
+    "block_size": ["x", -1, 1, 3.5, [0], True, 10**9],
+    "rms_norm_eps": ["x", -1, 0, 1e9, {"a": 1}],
+    "max_position_embeddings": ["x", 0],
+    "num_hidden_layers": [3.5, 10**9],
+    "num_key_value_heads": [0, -1],
+    "intermediate_size": ["x", -1],
+    "draft_vocab_size": ["x", 3.5],
+    "mask_token_id": ["x", [], 3.5, True],
+    "rope_parameters": ["x", []],
+    "rope_scaling": ["x", 5],
+    "architectures": [5, [0]],
+}
+
+
+@pytest.mark.parametrize("field", IMPOSSIBLE)
+def test_a_value_that_no_drafter_has_is_named_with_its_field(drafter: Artifact, tmp_path: Path, field: str) -> None:
+    folder = tmp_path / "theirs"
+    shutil.copytree(drafter.path, folder, ignore=shutil.ignore_patterns("manifest.json"))
+    for value in IMPOSSIBLE[field]:
+        edit(**({"dflash_config": method(mask_token_id=value)} if field == "mask_token_id" else {field: value}))(folder)
+        found = error(folder)
+        assert str(folder) in found
+        assert field in found
+        assert repr(value) in found, found
+
+
 def test_a_speculator_of_another_kind_is_named(drafter: Artifact, tmp_path: Path) -> None:
     for number, (changes, expected) in enumerate(
         (
@@ -273,12 +319,24 @@ def test_a_speculator_of_another_kind_is_named(drafter: Artifact, tmp_path: Path
             ({"aux_hidden_state_layer_ids": [0, 2]}, "hold the embedding"),
             ({"sample_from_anchor": True}, "sample_from_anchor True"),
             ({"block_size": None}, "has no 'block_size'"),
+            ({"transformer_layer_config": "x"}, "transformer_layer_config 'x'"),
+            ({"transformer_layer_config": {"rope_parameters": []}}, "is not known to Transformers"),
+            ({"aux_hidden_state_layer_ids": []}, "aux_hidden_state_layer_ids []"),
+            ({"mask_token_id": "x"}, "mask_token_id 'x'"),
         )
     ):
         folder = exported(drafter, tmp_path / str(number), "speculators")
         (folder / CHECKSUMS).unlink()
         edit(**changes)(folder)
         assert expected in error(folder)
+
+
+@pytest.mark.parametrize("said", ["x", ["x"], {"verifier": "x"}, {"verifier": {"name_or_path": 5}}])
+def test_a_verifier_that_is_said_in_another_layout_is_named(drafter: Artifact, tmp_path: Path, said: object) -> None:
+    folder = exported(drafter, tmp_path / "out", "speculators")
+    (folder / CHECKSUMS).unlink()
+    edit(speculators_config=said)(folder)
+    assert "config.json has speculators_config" in error(folder, verifier="")
 
 
 def test_a_download_that_is_not_whole_is_noticed_by_its_checksums(drafter: Artifact, tmp_path: Path) -> None:
