@@ -52,6 +52,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server that speaks S3, to which this process's environment leads until the module ends."""
+    pytest.importorskip("obstore", reason="object stores need the extra cloud")
+    from tests.s3 import serving
+
+    with serving(tmp_path_factory.mktemp("s3")) as address:
+        yield address
+
+
 @pytest.fixture(scope="session")
 def prefect_server() -> Iterator[str]:
     """A real server for the session; this process and its children talk to it."""

@@ -9,9 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,10 +19,8 @@ import torch
 
 from dflash.drafter.export import load_drafter, save_drafter
 from dflash.registry import FILES, FolderStore, _of_hub, pull, push, store_of
-from tests.conftest import free_port
 from tests.drafter.small import make_drafter
-
-SECRET = "not-to-be-seen-anywhere"
+from tests.s3 import SECRET, ask, new_bucket
 
 
 @pytest.fixture(autouse=True)
@@ -46,52 +41,6 @@ def made(folder: Path, *, seed: int = 0) -> Path:
     (folder / "plots" / "loss.svg").write_text("<svg/>")
     (folder / ".hidden").write_text("not sent")
     return folder
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that speaks S3; this process's environment leads there, until the module ends."""
-    pytest.importorskip("obstore", reason="object stores need the extra cloud")
-    from dflash.hidden import remote
-
-    address = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", address.rpartition(":")[2]]
-    log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
-    with pytest.MonkeyPatch.context() as patch, log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        patch.setenv("AWS_ENDPOINT_URL", address)
-        patch.setenv("AWS_ALLOW_HTTP", "true")
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_ACCESS_KEY_ID", "reader")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        remote._bucket.cache_clear()
-        deadline = time.monotonic() + 60
-        while not answers(address):
-            assert time.monotonic() < deadline, Path(log.name).read_text()
-            time.sleep(0.05)
-        yield address
-        server.kill()
-    remote._bucket.cache_clear()
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/moto-api/", timeout=5):
-            return True
-    except urllib.error.URLError:
-        return False
-
-
-def ask(address: str, path: str, *, method: str, data: bytes | None = None) -> None:
-    headers = {"Content-Type": "text/plain"}
-    request = urllib.request.Request(f"{address}/{path}", method=method, data=data, headers=headers)
-    with urllib.request.urlopen(request, timeout=10):
-        pass
-
-
-def new_bucket(address: str) -> str:
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    ask(address, name, method="PUT")
-    return f"s3://{name}/drafters/of/ours"
 
 
 @pytest.fixture(params=["folder", "memory", "s3"])

@@ -8,10 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from dflash.keys import extraction_key
 from dflash.manifests import MANIFEST, Artifact, Damaged, find, home, load_manifest, verify
 from dflash.pinning import PinnedVerifier
 from tests.conftest import free_port
+from tests.s3 import SECRET, new_bucket
 
 obstore = pytest.importorskip("obstore", reason="object stores need the extra cloud")
 from zarr.storage import ObjectStore
@@ -40,41 +39,6 @@ LENGTHS = [9, 30, 12, 4, 25, 8, 16, 11]
 LOCAL = ExtractionConfig(
     target_layer_ids=[0, 2], storage_dtype="bfloat16", store_final=True, top_k=3, shard_tokens=45, batch_tokens=40
 )
-SECRET = "not-to-be-seen-anywhere"
-
-
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server that speaks S3; whatever is in this process's environment leads there."""
-    address = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", address.rpartition(":")[2]]
-    log = (tmp_path_factory.mktemp("s3") / "log").open("wb")
-    with pytest.MonkeyPatch.context() as patch, log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        patch.setenv("AWS_ENDPOINT_URL", address)
-        patch.setenv("AWS_ALLOW_HTTP", "true")
-        patch.setenv("AWS_REGION", "us-east-1")
-        patch.setenv("AWS_ACCESS_KEY_ID", "reader")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        deadline = time.monotonic() + 60
-        while not answers(address):
-            assert time.monotonic() < deadline, Path(log.name).read_text()
-            time.sleep(0.05)
-        yield address
-        server.kill()
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/moto-api/", timeout=5):
-            return True
-    except urllib.error.URLError:
-        return False
-
-
-def new_bucket(address: str) -> str:
-    name = f"bucket-{uuid.uuid4().hex[:12]}"
-    with urllib.request.urlopen(urllib.request.Request(f"{address}/{name}", method="PUT"), timeout=10):
-        return f"s3://{name}/some/where"
 
 
 @pytest.fixture(params=["memory", "s3"])
