@@ -22,7 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash.config import bucket_url
 from dflash.export.importing import check_sums
@@ -38,6 +38,7 @@ ALIASES = ("latest", "champion")
 LATEST, CHAMPION = ALIASES
 FILES = "files.json"
 DRAFTERS = "drafters"
+OWN_NAME = r"drafter-[0-9a-f]{12}"
 PART_BYTES = 1 << 20
 
 
@@ -65,7 +66,7 @@ class Alias(BaseModel):
     """Which drafter an alias stands for."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    drafter: str
+    drafter: str = Field(pattern=f"^{OWN_NAME}$")
     set: str
 
 
@@ -262,7 +263,7 @@ def _listing(content: bytes, *, place: str) -> Listing:
 
 def _is_own(name: str) -> bool:
     """Whether a name is a drafter's own, not an alias. Raises ValueError where it is neither."""
-    if name not in ALIASES and not re.fullmatch(r"drafter-[0-9a-f]{12}", name):
+    if name not in ALIASES and not re.fullmatch(OWN_NAME, name):
         raise ValueError(f"{name!r} is unknown; give {LATEST}, {CHAMPION} or a drafter's own, drafter-0123456789ab")
     return name not in ALIASES
 
@@ -279,7 +280,10 @@ def _resolve(store: Store, source: str, name: str) -> str:
     try:
         return Alias.model_validate_json(content).drafter
     except ValidationError as error:
-        raise ValueError(f"{source}/{name}.json is damaged ({error.errors()[0]['msg']}); push again") from None
+        first = error.errors()[0]
+        raise ValueError(
+            f"the registry is damaged: {source}/{name}.json has {first['input']!r} ({first['msg']}); push again"
+        ) from None
 
 
 def _fetch(store: Store, name: str, path: Path, entry: FileEntry, *, place: str) -> None:
@@ -364,12 +368,12 @@ def _push_to_hub(source: Path, repo: str, listing: Listing, *, champion: bool) -
         gone = [CommitOperationDelete(name) for name in sorted(there - {*listing.files, FILES})]
         commit = api.create_commit(repo, [*added, *gone], commit_message=listing.name)  # all of it or nothing
         for tag in (listing.name, CHAMPION) if champion else (listing.name,):
-            _tag(api, repo, tag, commit.oid)
+            _tag(api, repo, tag, commit.oid, token=token)
     sent = sum(entry.size for entry in listing.files.values())
     return Pushed(listing.name, ALIASES if champion else (LATEST,), sent)
 
 
-def _tag(api: "HfApi", repo: str, tag: str, commit: str) -> None:
+def _tag(api: "HfApi", repo: str, tag: str, commit: str, *, token: str) -> None:
     """Make a tag lead to a commit. The hub moves none, so an old one is deleted first, and put back on a failure."""
     before = next((ref.target_commit for ref in api.list_repo_refs(repo).tags if ref.name == tag), None)
     if before == commit:
@@ -382,8 +386,9 @@ def _tag(api: "HfApi", repo: str, tag: str, commit: str) -> None:
         if before:
             try:
                 api.create_tag(repo, tag=tag, revision=before, exist_ok=True)
-            except Exception:
-                log.warning("%s%s has no %s now, it was commit %s; push again", HUB, repo, tag, before)
+            except Exception as error:  # the first one is raised
+                said = _redacted(error, token)
+                log.warning("%s%s has no %s now, it was commit %s; push again (%s)", HUB, repo, tag, before, said)
         raise
 
 
@@ -425,11 +430,14 @@ def _hub_problems(repo: str, token: str) -> Iterator[None]:
 
 
 def _of_hub(repo: str, error: Exception, token: str) -> ValueError:
-    """The token is taken out as it is and as it is quoted, while the text is whole."""
+    return ValueError(
+        f"{HUB}{repo}: {_redacted(error, token)}; check the name, the network and HF_TOKEN in the environment"
+    )
+
+
+def _redacted(error: Exception, token: str) -> str:
+    """The error in one line. The token is taken out as it is and as it is quoted, while the text is whole."""
     reason = str(error)
     for shown in (token, repr(token)[1:-1]) if token else ():
         reason = reason.replace(shown, "…")
-    reason = " ".join(reason.split())[:200] or type(error).__name__
-    return ValueError(
-        f"{HUB}{repo}: {type(error).__name__}: {reason}; check the name, the network and HF_TOKEN in the environment"
-    )
+    return f"{type(error).__name__}: {' '.join(reason.split())[:200] or 'no reason given'}"

@@ -126,9 +126,10 @@ def test_another_content_than_was_pushed_is_never_published(place: str, drafter:
     store.put(f"drafters/{name}/{FILES}", json.dumps(listing).encode())
     with pytest.raises(ValueError, match=f"is of drafter-.*, not of {name}"):
         pull(place, tmp_path / "other", name="latest")
-    store.put("latest.json", b"{}")
-    with pytest.raises(ValueError, match=r"latest.json is damaged"):
-        pull(place, tmp_path / "other", name="latest")
+    for named in ({}, {"drafter": "../../outside", "set": ""}, {"drafter": f"{name}\n", "set": ""}):
+        store.put("latest.json", json.dumps(named).encode())
+        with pytest.raises(ValueError, match=r"the registry is damaged: .*latest.json has .*; push again"):
+            pull(place, tmp_path / "other", name="latest")
 
 
 def test_an_interrupted_pull_goes_on_where_it_was(place: str, drafter: Path, tmp_path: Path) -> None:
@@ -434,7 +435,9 @@ def test_the_champion_on_the_hub_outlives_a_push_that_fails(
     hub.champions[:] = ["no commit"]  # so that the old one cannot be put back either
     with pytest.raises(ValueError, match="not now"):
         push(newer, place, champion=True)
-    assert f"hub:someone/drafter has no champion now, it was commit {commit}; push again" in caplog.text
+    assert f"hub:someone/drafter has no champion now, it was commit {commit}; push again (HfHub" in caplog.text
+    assert "not now" in caplog.text
+    assert SECRET not in caplog.text
 
     hub.champions.clear()
     second = push(newer, place, champion=True).drafter
