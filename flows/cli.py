@@ -264,7 +264,7 @@ def compare(
     """Compare two drafters on the same responses: exit 0 where the first is better or the same, 1 where it is worse, 3
     where they are not comparable.
     """
-    from dflash.decoding import evaluation, judging, verdict  # loads torch
+    from dflash.decoding import judging, statistics, verdict
 
     with usage_errors():
         one, other = (verdict.load_evaluated(judging.report_of(name)) for name in (candidate, champion))
@@ -274,7 +274,7 @@ def compare(
             method=method or judging.method_of(one.report["methods"]),
             minimum_difference=minimum_difference,
             minimum_conversations=minimum_conversations,
-            seed=evaluation.SEED,
+            seed=statistics.SEED,
         )
     table = _table("category", "verdict", "reason", title=f"{found.candidate} against {found.champion}, {found.method}")
     for name, part in found.categories.items():

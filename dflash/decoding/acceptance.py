@@ -13,8 +13,10 @@ end are not counted, and the last round has no bonus token where its accepted to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, zip_longest
+from typing import NamedTuple
 
 CHAIN = "chain"
+USUAL_BUDGET = 64  # around which trees pay on most machines
 
 
 def method_name(budget: int) -> str:
@@ -25,6 +27,11 @@ def method_name(budget: int) -> str:
 def num_nodes(method: str, *, num_slots: int) -> int:
     """How many drafted tokens a round of a method has verified, at most."""
     return num_slots if method == CHAIN else int(method.removeprefix("tree"))
+
+
+def usual_budget(budgets: Sequence[int]) -> int:
+    """The largest up to 64, else the smallest: whose tree is decoded live, and compared by unless another is asked."""
+    return max((budget for budget in budgets if budget <= USUAL_BUDGET), default=min(budgets))
 
 
 def cut(accepted: int, *, remaining: int) -> tuple[int, int]:
@@ -122,3 +129,10 @@ class Acceptance:
     def conditional_acceptance(self) -> tuple[float | None, ...]:
         """P(slot k accepted | slots before it accepted), at k-1; None where the slot was never measured."""
         return tuple(a / m if m else None for a, m in zip(self.slot_accepted, self.measured, strict=True))
+
+
+class Expected(NamedTuple):
+    """Of a response, in the mean over the random numbers that gave this response."""
+
+    rounds: float
+    accepted: float

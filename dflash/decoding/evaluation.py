@@ -18,7 +18,7 @@ from dflash.config import EvaluationConfig
 from dflash.corpus.chat import load_chat
 from dflash.corpus.records import Sampling
 from dflash.decoding import provenance
-from dflash.decoding.acceptance import CHAIN, method_name
+from dflash.decoding.acceptance import CHAIN, method_name, usual_budget
 from dflash.decoding.adviser import Costs
 from dflash.decoding.history import read_history, series
 from dflash.decoding.live import PLAIN, Decoded, Measured, Method, Step, measure
@@ -28,6 +28,7 @@ from dflash.decoding.parity import REFERENCE, UNCHECKED, Parity, ask, check, rem
 from dflash.decoding.replay import replay_responses, response_span
 from dflash.decoding.report import assemble
 from dflash.decoding.responses import Response, content_hash
+from dflash.decoding.statistics import SEED
 from dflash.decoding.worst import worst_cases
 from dflash.devices import resolve_device
 from dflash.drafter.export import load_drafter
@@ -41,15 +42,8 @@ from dflash.verifier import Verifier, load_verifier
 log = logging.getLogger(__name__)
 
 SET = "evaluation"  # the set of categories that are in no other
-SEED = 0  # of the bootstrap
-USUAL_BUDGET = 64  # around which trees pay on most machines
 PARITY_ROWS = 4
 TIMED: tuple[Step, ...] = ("draft", "tree", "verify", "commit")  # reading the prompt is no decoding
-
-
-def usual_budget(budgets: Sequence[int]) -> int:
-    """The largest up to 64, else the smallest: whose tree is decoded live, and compared by unless another is asked."""
-    return max((budget for budget in budgets if budget <= USUAL_BUDGET), default=min(budgets))
 
 
 def possible_budgets(budgets: Sequence[int], *, vocab_size: int, num_slots: int) -> list[int]:

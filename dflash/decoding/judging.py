@@ -12,13 +12,12 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from dflash.config import EvaluationConfig
-from dflash.decoding.acceptance import CHAIN, method_name, num_nodes
+from dflash.decoding.acceptance import CHAIN, method_name, num_nodes, usual_budget
 from dflash.decoding.champions import Champion, Overtaken, champion_of, promote
-from dflash.decoding.evaluation import SEED, evaluate, usual_budget
 from dflash.decoding.history import append, reports_on
+from dflash.decoding.statistics import SEED
 from dflash.decoding.tables import code, escaped
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
-from dflash.drafter.export import read_config
 from dflash.keys import evaluation_key
 from dflash.manifests import Artifact, Damaged, Manifest, find, home, load_manifest, manifests
 from dflash.pinning import PinnedVerifier
@@ -109,6 +108,8 @@ def _report_on(
     champion: Champion, config: EvaluationConfig, hidden_states: Artifact, verifier: PinnedVerifier
 ) -> tuple[Artifact | None, str]:
     """The champion's report with these settings on these hidden states, made now if need be; else why there is none."""
+    from dflash.drafter.export import read_config  # loads torch: a champion that comes again has nobody to be judged by
+
     try:
         drafter = _drafter(champion.drafter)
         layers = list(read_config(drafter.path).target_layer_ids)
@@ -124,6 +125,8 @@ def _report_on(
         except Damaged:
             found = None
         if not found:
+            from dflash.decoding.evaluation import evaluate
+
             log.info("the champion %s has no report on these responses yet", champion.drafter)
             try:
                 found = evaluate(config, drafter, hidden_states, verifier)

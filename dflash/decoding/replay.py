@@ -18,10 +18,10 @@ from itertools import count, tee
 import torch
 from torch import Tensor
 
-from dflash.decoding.acceptance import CHAIN, Acceptance, anchors, method_name, walk_rounds
+from dflash.decoding.acceptance import CHAIN, Acceptance, Expected, anchors, method_name, walk_rounds
 from dflash.decoding.ddtree import accepted_within, best_first, chain, label_order, top_tokens
 from dflash.decoding.responses import RECALL_AT
-from dflash.decoding.sampling import Expected, expected_rounds, kept
+from dflash.decoding.sampling import expected_rounds, kept
 from dflash.drafter.blocks import Documents
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates

@@ -13,8 +13,7 @@ from pathlib import Path
 import polars as pl
 
 from dflash.corpus.records import request_name
-from dflash.decoding.acceptance import Acceptance
-from dflash.decoding.sampling import Expected
+from dflash.decoding.acceptance import Acceptance, Expected
 from dflash.parquet import read_parquet
 
 RESPONSES = "responses.parquet"

@@ -10,11 +10,11 @@ M positions that the verifier has scored, S slots, V vocabulary, T tokens of a r
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from dflash.decoding.acceptance import Expected
 from dflash.verifier import draw, likelihoods, pick, uniform
 
 
@@ -67,13 +67,6 @@ def kept(log_p: Tensor, log_q: Tensor) -> Tensor:
     Drafted and kept, with probability q(x) min(1, p(x) / q(x)) = min(p(x), q(x)); committed either way, with p(x).
     """
     return (log_q - log_p).clamp(max=0).exp()
-
-
-class Expected(NamedTuple):
-    """Of a response, in the mean over the random numbers that gave this response."""
-
-    rounds: float
-    accepted: float
 
 
 def expected_rounds(kept_AS: Tensor) -> Expected:

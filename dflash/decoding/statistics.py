@@ -18,6 +18,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+SEED = 0  # of every bootstrap
 NUM_RESAMPLES = 2000
 COVERAGE = 0.95
 DRAWS_PER_PASS = 2**22  # 32 MB of float64

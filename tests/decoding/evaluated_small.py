@@ -5,11 +5,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from dflash.decoding.acceptance import CHAIN, method_name, walk_rounds
+from dflash.decoding.acceptance import CHAIN, Expected, method_name, walk_rounds
 from dflash.decoding.adviser import Costs
 from dflash.decoding.report import assemble
 from dflash.decoding.responses import RECALL_AT, Response, content_hash
-from dflash.decoding.sampling import Expected
 from dflash.decoding.worst import worst_cases
 
 NUM_SLOTS = 7

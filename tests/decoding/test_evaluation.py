@@ -25,7 +25,8 @@ from dflash.config import (
 from dflash.corpus.collection import collect
 from dflash.corpus.tokenization import tokenize
 from dflash.decoding import evaluation as stage
-from dflash.decoding.evaluation import evaluate, possible_budgets, spread, usual_budget
+from dflash.decoding.acceptance import usual_budget
+from dflash.decoding.evaluation import evaluate, possible_budgets, spread
 from dflash.decoding.history import history_path
 from dflash.decoding.live import Measured
 from dflash.decoding.near_ties import NEAR_TIE

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from evaluated_small import LIVE, NUM_SLOTS, full_report, response, small_report, some_responses
 
+from dflash.decoding.acceptance import Expected
 from dflash.decoding.report import SCHEMA_VERSION
 from dflash.decoding.responses import Response
-from dflash.decoding.sampling import Expected
 
 DOCS = Path(__file__).parents[2] / "docs" / "report.md"
 
