@@ -1,5 +1,6 @@
 """The nightly evaluation on a real server: what it says of drafters that are there, and that it trains none."""
 
+import json
 import re
 import shutil
 import time
@@ -79,7 +80,7 @@ class Nights:
     def event(self, name: str, *, drafter: str) -> dict[str, Any]:
         """The server stores events some seconds after they were emitted."""
         body = {"filter": EventFilter.model_validate({"event": {"name": [name]}}).model_dump(mode="json")}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90  # on a machine in use
         while True:
             found = self.client.request("POST", "/events/filter", json=body).json()["events"]
             for event in found:
@@ -158,6 +159,36 @@ def test_the_pipeline_is_started_only_where_it_is_registered(nights: Nights) -> 
     nights.crown()
     with pytest.raises(ValueError, match="nightly.retrain: pipeline/nights is not registered .*; dflash up"):
         nights.night(retrain=True)
+
+
+def test_where_new_prompts_are_of_another_kind_retraining_is_due_and_the_pipeline_is_started(nights: Nights) -> None:
+    assert nights.good
+    nights.crown()
+    flow_id = nights.client.create_flow_from_name("pipeline")
+    deployment = nights.client.create_deployment(flow_id, "nights")  # what dflash up makes of a recipe
+    lines = resolve("bundled:evaluation").read_text().splitlines()
+    other = [line for line in lines if json.loads(line)["category"] in ("qa", "reasoning", "writing")]
+    (nights.folder / "other.jsonl").write_text("\n".join(other) + "\n")
+    try:
+        state = nights.night(
+            f"evaluation.prompts=['{nights.folder / 'train.jsonl'}']",  # which it knows best
+            drafters=[nights.good],
+            new_prompts=[str(nights.folder / "other.jsonl")],
+            largest_drop=0.01,
+            retrain=True,
+        )
+        wanted = FlowRunFilter.model_validate({"deployment_id": {"any_": [deployment]}})
+        (started,) = nights.client.read_flow_runs(flow_run_filter=wanted)
+    finally:
+        nights.client.delete_deployment(deployment)
+    assert (state.name, state.type) == ("Retraining due", "COMPLETED"), state.message
+    assert nights.record.retraining == "due"
+    assert str(state.message).endswith(f"started {started.name}")
+    assert started.state
+    assert started.state.is_scheduled()
+    assert started.parameters["recipe"] == "nights"
+    assert started.parameters["training"]["max_steps"] == 1
+    nights.event("dflash.retraining.due", drafter=Path(nights.good).name)
 
 
 def report(tau: float, low: float | None, high: float | None, **others: Any) -> dict[str, Any]:
