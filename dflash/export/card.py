@@ -60,7 +60,7 @@ def model_card(facts: Mapping[str, Any], *, kind: str, dtype: str) -> str:
         ),
         _data(facts["data"]),
         _training(facts["training"]),
-        _evaluation(facts["evaluation"]),
+        _evaluation(facts["evaluation"], dtype=dtype),
         "## Licence\n\nOf the data: see the table above, where it is known. The answers in it are the verifier's: its "
         "licence applies to them, and is not recorded here. No licence of the drafter itself is recorded.",
         "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()) + "; stages "
@@ -132,7 +132,7 @@ def _training(training: Mapping[str, Any] | None) -> str:
     return markdown_table(Table("Training", ["setting", "value"], rows, said))
 
 
-def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
+def _evaluation(evaluation: Mapping[str, Any] | None, *, dtype: str) -> str:
     if not evaluation:
         return "## Evaluation\n\nIt was not evaluated."
     methods = evaluation["methods"]
@@ -161,8 +161,18 @@ def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
         f"{same}."
         if parity and parity["compared"]
         else UNCHECKED,
+        *_cast(evaluation, dtype=dtype),
         *(note for note in evaluation["notes"] if note != UNCHECKED),
         f"Report: `{evaluation['report']}`.",
     ]
     header = ["category", *map(heading, methods), "rounds (chain)", "responses"]
     return markdown_table(Table("Evaluation", header, rows, " ".join(said)))
+
+
+def _cast(evaluation: Mapping[str, Any], *, dtype: str) -> list[str]:
+    """What table and gate are of, where that is not what is in the folder. Evaluation casts to the verifier's dtype."""
+    stored, run = evaluation.get("weights", dtype), (evaluation["conditions"] or {}).get("dtype")
+    if dtype == stored:
+        return []
+    measured = "which comes to the same" if dtype == run else "which were not measured"
+    return [f"All this is of weights in {stored}, run in {run or UNKNOWN}; here they are cast to {dtype}, {measured}."]

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash.config import VerifierConfig
-from dflash.drafter.export import read_config, read_weights
+from dflash.drafter.export import not_finite, read_config, read_weights
 from dflash.drafter.formats import FORMATS, PUBLISHED, speculators_config
 from dflash.drafter.model import Drafter
 from dflash.export.card import model_card
@@ -48,8 +48,8 @@ def export_drafter(
     `kind` is one of FORMATS. `dtype` is that of the weights, empty: as trained, bit for bit. `verifier` and `revision`
     say where its verifier lies now; empty: where it did. `trust_remote_code` is as in its recipe: the code is then part
     of the verifier's identity. Nothing is written where anything is wrong: raises ValueError for an unknown kind or
-    dtype, a drafter that is damaged, that the parity gate did not pass (unless `ungated`) or that no other project
-    could load, for another verifier, and for a folder that holds something.
+    dtype, weights that are beyond it, a drafter that is damaged, that the parity gate did not pass (unless `ungated`) or
+    that no other project could load, for another verifier, and for a folder that holds something.
     """
     if kind not in FORMATS:
         raise ValueError(f"format {kind!r} is unknown; expected one of {', '.join(FORMATS)}")
@@ -73,6 +73,13 @@ def export_drafter(
     weights = load_file(drafter.path / WEIGHTS)
     stored = str(weights["fc.weight"].dtype).removeprefix("torch.")
     dtype = dtype or stored
+    if dtype != stored:
+        weights = {n: w.to(getattr(torch, dtype)) if w.is_floating_point() else w for n, w in weights.items()}
+        if beyond := not_finite(weights):
+            raise ValueError(
+                f"{drafter.key}: {', '.join(beyond)} hold numbers that {dtype} does not have; choose another of "
+                f"{', '.join(DTYPES)}, or none to keep {stored}"
+            )
     if kind == PUBLISHED:
         settings = config.to_json(dtype=dtype)
     else:
@@ -83,7 +90,7 @@ def export_drafter(
             "the drafter rotates %g of each head: engines that build on Transformers' Qwen3 rotate all of it",
             config.rope["partial_rotary_factor"],
         )
-    facts = facts_of(drafter, config, pinned, made, name=name)
+    facts = facts_of(drafter, config, pinned, made, name=name, stored=stored)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent, folder.name)
     aside = folder.parent / f".{folder.name}.{HOST}.{os.getpid()}"
@@ -92,8 +99,7 @@ def export_drafter(
         if dtype == stored:
             shutil.copyfile(drafter.path / WEIGHTS, aside / WEIGHTS)
         else:
-            cast = {n: w.to(getattr(torch, dtype)) if w.is_floating_point() else w for n, w in weights.items()}
-            save_file(cast, aside / WEIGHTS, metadata={"format": "pt"})
+            save_file(weights, aside / WEIGHTS, metadata={"format": "pt"})
         with torch.device("meta"):
             read_weights(aside, Drafter(config))
         (aside / "config.json").write_text(json.dumps(settings, indent=2) + "\n")

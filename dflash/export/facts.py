@@ -57,11 +57,13 @@ def is_hub_id(name: str, revision: str | None) -> bool:
 
 
 def facts_of(
-    drafter: Manifest, config: DrafterConfig, verifier: PinnedVerifier, made: Lineage, *, name: str
+    drafter: Manifest, config: DrafterConfig, verifier: PinnedVerifier, made: Lineage, *, name: str, stored: str
 ) -> dict[str, Any]:
-    """The record that goes with an exported drafter as provenance.json; `name` is what the verifier is called there."""
+    """The record that goes with an exported drafter as provenance.json; `name` is what the verifier is called there,
+    `stored` the dtype of the weights that it was trained with or imported with.
+    """
     found = report_on(drafter, made)
-    evaluation = _evaluation(*found, reference=REFERENCE in drafter.files) if found else None
+    evaluation = _evaluation(*found, reference=REFERENCE in drafter.files, stored=stored) if found else None
     origin = drafter.summary.get("provenance")
     if is_record(origin):  # it was imported, and came with a record of its own
         return dict(origin) | ({"evaluation": evaluation} if evaluation else {})
@@ -136,12 +138,13 @@ def shown(name: str) -> str:
     return name if name.startswith((PREFIX, PACKAGE, HUB)) else PurePath(name).name
 
 
-def _evaluation(key: str, report: Mapping[str, Any], *, reference: bool) -> dict[str, Any]:
+def _evaluation(key: str, report: Mapping[str, Any], *, reference: bool, stored: str) -> dict[str, Any]:
     """`reference`: whether training left what it drafted, without which the parity gate compares with the evaluation's
     own drafts, of the same folder.
     """
     return {
         "report": key,
+        "weights": stored,
         "methods": report["methods"],
         "categories": {
             name: {

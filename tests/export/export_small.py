@@ -53,14 +53,20 @@ class Made:
         self.store = HiddenStates.open(self.hidden_states.path)
 
     def drafter(
-        self, *, seed: int = 0, dtype: torch.dtype = torch.float32, remembered: bool = False, **shape: object
+        self,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        remembered: bool = False,
+        scale: float = 1,
+        **shape: object,
     ) -> Artifact:
-        """As training publishes it; `remembered`: with what it drafted."""
+        """As training publishes it; `remembered`: with what it drafted; `scale` makes weights larger."""
         settings = {"block_size": 5, "num_layers": 2, "mask_token_id": 3, "target_layer_ids": LAYERS} | shape
         config = DrafterConfig.from_verifier(self.store.verifier_config, **settings)  # type: ignore[arg-type]
         drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(dtype)
         for parameter in drafter.parameters():  # norms too, so that each path shows
-            parameter.data += torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.2
+            parameter.data += torch.rand(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.2 * scale
         head_UH = None
         if config.draft_vocab_size:
             drafter.keep(3 * torch.arange(config.draft_vocab_size))

@@ -236,6 +236,31 @@ def test_a_check_on_other_prompts_neither_bars_a_drafter_nor_gives_its_figures(m
         assert "not checked that another process" not in card
 
 
+def test_figures_are_of_the_weights_that_were_measured_also_where_a_cast_one_comes_back(
+    made: Made, drafter: Artifact, tmp_path: Path
+) -> None:
+    def card(source: Artifact, dtype: str) -> str:
+        folder = tmp_path / f"{source.key}-{dtype}"
+        export_drafter(source.key, folder, **AS_IS | {"dtype": dtype})
+        return (folder / "README.md").read_text()
+
+    said = "of weights in float32, run in float32; here they are cast to bfloat16, which were not measured"
+    assert "cast to" not in card(drafter, "float32")
+    assert said in card(drafter, "bfloat16")
+    back = import_drafter(tmp_path / f"{drafter.key}-bfloat16", made.verifier, block_size=0)
+    assert said in card(back, "")
+    halves = json.loads((tmp_path / f"{drafter.key}-bfloat16" / PROVENANCE).read_text())
+    halves["evaluation"]["conditions"]["dtype"] = "bfloat16"
+    assert "cast to bfloat16, which comes to the same." in model_card(halves, kind="dflash", dtype="bfloat16")
+
+
+def test_a_dtype_in_which_weights_are_not_finite_is_refused(made: Made, tmp_path: Path) -> None:
+    large = made.drafter(seed=11, scale=1e6)
+    assert "fc.weight, " in error(large, tmp_path / "out", dtype="float16")
+    assert "hold numbers that float16 does not have" in error(large, tmp_path / "out", dtype="float16")
+    export_drafter(large.key, tmp_path / "out", **AS_IS | {"dtype": "bfloat16"})
+
+
 def test_what_cannot_be_exported_is_refused_in_one_line(made: Made, drafter: Artifact, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert "'gguf' is unknown; expected one of dflash, speculators" in error(drafter, out, kind="gguf")
