@@ -48,7 +48,7 @@ def export_drafter(
     `kind` is one of FORMATS. `dtype` is that of the weights, empty: as trained, bit for bit. `verifier` and `revision`
     say where its verifier lies now; empty: where it did. `trust_remote_code` is as in its recipe: the code is then part
     of the verifier's identity. Nothing is written where anything is wrong: raises ValueError for an unknown kind or
-    dtype, weights that are beyond it, a drafter that is damaged, that the parity gate did not pass (unless `ungated`) or
+    dtype, weights beyond it, a drafter that is damaged, that the parity gate did not pass (unless `ungated`) or
     that no other project could load, for another verifier, and for a folder that holds something.
     """
     if kind not in FORMATS:
