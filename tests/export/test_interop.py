@@ -6,13 +6,14 @@ vLLM, whose environment takes gigabytes, is left to `make interop`.
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from benchmarks import interop
-from benchmarks.interop import Bench, Differs, run, same_logits
+from benchmarks.interop import Bench, Differs, run, same_logits, same_rounds
 from benchmarks.peers import Unavailable, readers_python
 
 
@@ -42,6 +43,25 @@ def test_a_drafter_whose_taps_are_off_by_one_is_noticed(bench: Bench) -> None:
     (broken / "config.json").write_text(json.dumps(described))
     with pytest.raises(Differs, match="logits differ"):
         same_logits(bench, "zlab", name="off", ours="plain")
+
+
+def test_other_rounds_are_noticed_unless_a_near_tie_explains_them(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def engine(_: Bench, *__: object, prompts: list[list[int]], max_new_tokens: int, **___: object) -> Path:
+        ids = [one.ids for one in bench.verifier.generate(prompts, max_new_tokens=max_new_tokens)]
+        counts = {"drafts": [1] * len(prompts), "accepted": [0] * len(prompts)}
+        (tmp_path / "vllm.json").write_text(json.dumps({"ids": ids} | counts))
+        return tmp_path
+
+    monkeypatch.setattr(Bench, "ask", engine)
+    monkeypatch.setattr(interop, "vllm_python", lambda: Path("python"))
+    with pytest.raises(Differs, match=r"prompt 0: 0 tokens of 1 drafts accepted, \d+ of \d+ in replay"):
+        monkeypatch.setattr(interop, "NEAR_TIE", 0.0)
+        same_rounds(bench)
+    with pytest.raises(Differs, match=r"nothing to compare: \d+ prompts, \d+ of them with near-ties"):
+        monkeypatch.setattr(interop, "NEAR_TIE", float("inf"))
+        same_rounds(bench)
 
 
 def test_a_mistake_in_one_check_and_nothing_to_compare_fail_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
