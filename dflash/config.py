@@ -712,6 +712,13 @@ class EvaluationConfig(Config):
             )
         return verify_ms
 
+    @model_validator(mode="after")
+    def _times_of_both(self) -> "EvaluationConfig":
+        if bool(self.draft_ms) != bool(self.verify_ms):
+            given, missing = ("draft_ms", "verify_ms") if self.draft_ms else ("verify_ms", "draft_ms")
+            raise ValueError(f"{given} says nothing without {missing}; set both, or neither: as timed live")
+        return self
+
     @field_validator("prompts")
     @classmethod
     def _on_policy(cls, prompts: list[SourceConfig]) -> list[SourceConfig]:

@@ -246,7 +246,10 @@ def test_given_costs_decide_the_best_budget(inputs: Inputs) -> None:
     dear = inputs.report(draft_ms=1, verify_ms={0: 1.0, 4: 100.0, 16: 100.0})["adviser"]
     assert dear["best"]["method"] == "plain"
     with pytest.raises(ValueError, match="times by tokens from 0"):
-        inputs.config(verify_ms={4: 1.0})
+        inputs.config(draft_ms=1, verify_ms={4: 1.0})
+    for alone, missing in ({"draft_ms": 1}, "verify_ms"), ({"verify_ms": {0: 1.0}}, "draft_ms"):
+        with pytest.raises(ValueError, match=f"{next(iter(alone))} says nothing without {missing}; set both, or neith"):
+            inputs.config(**alone)
 
 
 def test_a_verifier_with_running_states_is_cross_checked_by_the_chain_alone(tmp_path: Path) -> None:
