@@ -15,6 +15,9 @@ MOST_NODES = 4096  # of a draft tree: the longest pass that a verifier is ever g
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 
+NO_PASSWORD = r"^(?!.*://.*@)(?![^/]*:[^/]*@)"
+NOT_EVEN_TAKEN: dict[str, JsonValue] = {"pattern": NO_PASSWORD}  # by a form, whose parameters are kept and shown
+
 Step = Literal[
     "generation", "tokenization", "extraction",
     "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
@@ -25,17 +28,25 @@ Step = Literal[
 
 def bucket_url(url: str) -> str:
     """The URL of an object store without a slash at its end. Raises ValueError for another, or with secrets in it."""
-    if re.search(r"://[^/]*@|[?#]", url):  # not repeated here: the message may go into a log
+    if re.search(r"://[^/]*@|^[^/]*:[^/]*@|[?#]", url):  # not repeated here: the message may go into a log
         raise ValueError("a URL with credentials or options; leave them out, they come from the environment")
     if not re.match(r"(s3|gs)://[^/]+|memory://", url):
         raise ValueError(f"storage {url!r} is unknown; expected s3://bucket/path, gs://bucket/path or memory://")
     return url.rstrip("/") if not url.endswith("://") else url
 
 
+def without_password(address: str) -> str:
+    """An address or path as it is. Raises ValueError where there is a user with a password in it."""
+    if not re.match(NO_PASSWORD, address):  # not repeated here: the message may go into a log
+        raise ValueError("the address holds a user or password, which would be recorded; leave them out")
+    return address
+
+
 class Config(BaseModel):
     """Frozen, and strict about unknown keys: a misspelt knob must never be silently ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    # what was given is not repeated in errors as Pydantic writes them, which a run that another process starts may log
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -114,6 +125,7 @@ class SourceConfig(Config):
         min_length=1,
         description="A file, folder or glob of .jsonl, .json or .parquet (also .gz, .zst), bundled:NAME, or "
         "hub:OWNER/NAME for a Hugging Face dataset.",
+        json_schema_extra=NOT_EVEN_TAKEN,
     )
     category: str = Field("", title="Category", description="Of all its rows; empty: each row's own, else the file's.")
     limit: int = Field(0, title="Most rows", ge=0, description="Use only the first N usable rows; 0 uses all.")
@@ -129,6 +141,11 @@ class SourceConfig(Config):
     subset: str = Field("", title="Subset", description="Configuration of a hub dataset.")
     split: str = Field("train", title="Split", description="Split of a hub dataset.")
     revision: str = Field("main", title="Revision", description="Of a hub dataset; pinned when it is read.")
+
+    @field_validator("path")
+    @classmethod
+    def _without_password(cls, path: str) -> str:
+        return without_password(path)
 
     @model_validator(mode="before")
     @classmethod
@@ -337,7 +354,7 @@ class ExtractionConfig(Config):
         title="Storage",
         description="Where the bulk of the hidden states lies: s3://bucket/path or gs://bucket/path, with credentials "
         "from the environment; empty: on the disk, as all else. memory:// ends with its process: not for a pipeline.",
-        json_schema_extra=PRACTICAL,
+        json_schema_extra=PRACTICAL | {"pattern": "^(?!.*://[^/]*@)[^?#]*$"},
     )
     disk_quota_gb: float = Field(
         0,
@@ -364,8 +381,13 @@ class ExtractionConfig(Config):
         title="Cluster",
         description="Of a running Ray or Dask cluster, e.g. ray://head:10001 or tcp://scheduler:8786; empty starts a "
         "local one for the run.",
-        json_schema_extra=PRACTICAL,
+        json_schema_extra=PRACTICAL | NOT_EVEN_TAKEN,
     )
+
+    @field_validator("address")
+    @classmethod
+    def _without_password(cls, address: str) -> str:
+        return without_password(address)
 
     @model_validator(mode="after")
     def _cluster_or_not(self) -> "ExtractionConfig":
@@ -579,7 +601,7 @@ class TrainingConfig(Config):
         "",
         title="Rendezvous",
         description="host:port that all machines reach; needed for several.",
-        json_schema_extra=PRACTICAL,
+        json_schema_extra=PRACTICAL | NOT_EVEN_TAKEN,
     )
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp",
@@ -609,6 +631,11 @@ class TrainingConfig(Config):
     run_name: str = Field(
         "", title="W&B run name", description="Empty: made from the settings.", json_schema_extra=PRACTICAL
     )
+
+    @field_validator("rendezvous")
+    @classmethod
+    def _without_password(cls, rendezvous: str) -> str:
+        return without_password(rendezvous)
 
     @model_validator(mode="after")
     def _weights_have_a_tree(self) -> "TrainingConfig":

@@ -23,6 +23,7 @@ from urllib.error import HTTPError
 
 from filelock import FileLock, Timeout
 
+from dflash.config import without_password
 from dflash.manifests import HOST, home, write_atomically
 from flows import logs
 
@@ -107,7 +108,12 @@ def available() -> Iterator[str | None]:
     Enter it before importing Prefect, which reads its settings then.
     """
     os.environ.update(settings())
-    asked, url = os.environ.get("PREFECT_API_URL"), running()
+    asked = os.environ.get("PREFECT_API_URL", "")
+    try:
+        without_password(asked)
+    except ValueError as error:
+        raise ValueError(f"PREFECT_API_URL: {error}, and give them as PREFECT_API_AUTH_STRING") from None
+    url = running()
     if asked and not url:
         raise ValueError(f"PREFECT_API_URL={asked}: no server answers there; start it, or unset the variable")
     if url:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dflash.config import Recipe, VerifierConfig
+from dflash.config import Recipe, SourceConfig, VerifierConfig
 from dflash.corpus.answering import Workers
 from dflash.corpus.records import Sampling
 from dflash.manifests import Key, find, load_manifest, publish
 from dflash.pinning import pin
 from flows import cli, recipes
 
+NO_PASSWORD = ["holds a user or password", "leave them out"]
 RECIPES = recipes.deployments(recipes.prefect_yaml())
 
 
@@ -76,6 +77,10 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
         ),
         (["run", "demo", "--set", "generation.prompts=[{path: p, weight: .inf}]"], ["prompts.0.weight", "finite"]),
         (["run", "demo", "--set", "generation.base_url=ftp://x"], ["generation.base_url", "ftp://x", "http://"]),
+        (["run", "demo", "--set", "extraction.address=tcp://me:planted@h:1"], ["extraction.address", *NO_PASSWORD]),
+        (["run", "demo", "--set", "training.rendezvous=me:planted@h:1"], ["training.rendezvous", *NO_PASSWORD]),
+        (["run", "demo", "--set", "generation.prompts=[https://me:planted@h/p]"], ["prompts.0.path", *NO_PASSWORD]),
+        (["run", "demo", "--set", "evaluation.prompts=[{path: s3://me:pl/anted@h}]"], ["prompts.0.path", *NO_PASSWORD]),
         (["run", "demo", "--set", "generation.deduplicate=on"], ["generation.deduplicate", "near", "'on'"]),
         (["run", "demo", "--refresh", "trainin"], ["trainin", "training", "evaluation-extraction"]),
         (["run", "demo", "--set", "verifier.template_options={mod: 1}"], ["template_options", "read mod", "it knows"]),
@@ -96,8 +101,22 @@ def test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(arguments: 
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
+    assert "planted" not in lines[0]
     for part in parts:
         assert part in lines[0]
+
+
+def test_a_servers_address_with_a_password_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://me:planted@127.0.0.1:9/api")
+    test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(
+        ["run", "demo"], ["PREFECT_API_URL", *NO_PASSWORD, "PREFECT_API_AUTH_STRING"]
+    )
+
+
+def test_what_was_given_is_in_no_error_that_another_process_may_log() -> None:
+    with pytest.raises(ValueError) as refused:
+        SourceConfig(path="https://me:planted@host/prompts.jsonl")
+    assert "planted" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

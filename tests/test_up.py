@@ -82,7 +82,8 @@ class Stack:
     def run(self, **changes: Mapping[str, Any]) -> str:
         """Start a small run as the form does; gives its id."""
         demo = self.deployment("demo")
-        sections = {name: {**demo["parameters"][name], **SMALL.get(name, {})} for name in SMALL}
+        names = {*SMALL, *changes}
+        sections = {name: {**demo["parameters"].get(name, {}), **SMALL.get(name, {})} for name in names}
         sections = {name: {**section, **changes.get(name, {})} for name, section in sections.items()}
         body = {"parameters": {**demo["parameters"], **sections}}
         return str(self.api(f"deployments/{demo['id']}/create_flow_run", body)["id"])
@@ -284,10 +285,17 @@ def test_after_a_power_cut_runs_are_marked_crashed_and_the_next_one_resumes(stac
 
 
 def test_a_password_in_an_address_is_refused_before_it_is_recorded(stack: Stack) -> None:
-    with pytest.raises(HTTPError) as refusal:
-        stack.run(generation={"base_url": "http://me:planted-password-5f1d@host/v1"})
-    with refusal.value as answer:
-        assert answer.code in (409, 422)
+    for settings in (
+        {"generation": {"base_url": "http://me:planted-password-5f1d@host/v1"}},
+        {"generation": {"prompts": [{"path": "https://me:planted-password-5f1d@host/prompts.jsonl"}]}},
+        {"extraction": {"runner": "dask", "address": "tcp://me:planted-password-5f1d@host:8786"}},
+        {"extraction": {"storage": "s3://me:planted-password-5f1d@bucket"}},
+        {"training": {"rendezvous": "me:planted-password-5f1d@host:29400"}},
+    ):
+        with pytest.raises(HTTPError) as refusal:
+            stack.run(**settings)
+        with refusal.value as answer:
+            assert answer.code in (409, 422), settings
 
 
 def test_down_stops_it_and_finds_nothing_then(stack: Stack) -> None:
