@@ -29,7 +29,8 @@ from dflash.decoding.live import Method, decode
 from dflash.decoding.replay import replay_responses
 from dflash.devices import resolve_device
 from dflash.drafter.blocks import Documents
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.store import RowStates
 from dflash.pinning import pin, tap_layers
 from dflash.verifier import Verifier, load_verifier

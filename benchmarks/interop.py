@@ -37,7 +37,8 @@ from dflash.corpus.sources import sample_rows
 from dflash.decoding.acceptance import CHAIN
 from dflash.decoding.replay import best_tokens, replay_responses
 from dflash.drafter.export import load_drafter, save_drafter
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.drafter.vocabulary import choose_tokens
 from dflash.export.exporting import export_drafter
 from dflash.export.importing import import_drafter

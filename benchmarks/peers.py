@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.model import Drafter
+from dflash.drafter.shape import DrafterConfig
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "peers.txt"

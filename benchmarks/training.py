@@ -29,7 +29,7 @@ import torch
 
 from dflash import plots
 from dflash.config import TrainingConfig
-from dflash.drafter.model import DrafterConfig
+from dflash.drafter.shape import DrafterConfig
 
 OURS, RIVAL, OTHER = "dflash", "specforge", "speculators"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

@@ -19,7 +19,8 @@ import torch
 from dflash.config import TrainingConfig
 from dflash.decoding.replay import best_tokens, replay_rows
 from dflash.drafter.export import load_drafter
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.store import HiddenStates
 from dflash.manifests import Artifact, home, load_manifest
 from dflash.training.data import coverage

@@ -268,8 +268,15 @@ def check_mask_token(token: int, verifier: PinnedVerifier, *, place: str) -> Non
 
 
 def check_draft_vocabulary(config: TrainingConfig, verifier: PinnedVerifier) -> None:
-    """Raises ValueError for more tokens than the verifier has, where these are not all its head's rows."""
-    tokens = num_tokens(verifier)
+    """Raises ValueError for more tokens than the verifier has, where these are not all its head's rows, and for so few
+    that none is left beside mask and end tokens.
+    """
+    tokens, always = num_tokens(verifier), {config.mask_token_id, *verifier.special_ids["eos"]}
+    if 0 < config.draft_vocab_size <= len(always):
+        raise ValueError(
+            f"training.draft_vocab_size: {config.draft_vocab_size} leaves nothing to draft but mask and end tokens "
+            f"({len(always)}); choose more, or 0 for all"
+        )
     if config.draft_vocab_size > tokens or config.draft_vocab_size == verifier.vocab_size:
         raise ValueError(
             f"training.draft_vocab_size: {config.draft_vocab_size} tokens are no part of the verifier's {tokens} "

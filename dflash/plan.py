@@ -25,6 +25,7 @@ from dflash.pinning import (
     check_mask_token,
     pin,
 )
+from dflash.training.planning import check_drafter
 
 CHARACTERS_PER_TOKEN = 3.5  # of English text; only for estimates made before anything was tokenized
 
@@ -57,7 +58,9 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
     for section, limits in (("generation", recipe.generation), ("evaluation", recipe.evaluation_generation())):
         check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)
-    return verifier, check_states(recipe.extraction, verifier)
+    taps = check_states(recipe.extraction, verifier)
+    check_drafter(recipe.training, verifier, taps)
+    return verifier, taps
 
 
 def plan(recipe: Recipe) -> list[PlannedStep]:

@@ -13,6 +13,7 @@ from dflash.hidden import planning
 from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, Artifact, Key, home, publish
 from dflash.pinning import PinnedVerifier
 from dflash.plan import PlannedStep, plan, preflight
+from dflash.training.planning import drafter_config
 from flows.recipes import load_recipe
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -106,6 +107,40 @@ def test_a_width_that_fp8_does_not_allow_is_refused_before_anything_is_made(tmp_
     (narrow / "config.json").write_text(json.dumps(settings | {"hidden_size": 96}))
     with pytest.raises(ValueError, match=r"fp8 needs a hidden size divisible by 64, the verifier's is 96"):
         planned(f"verifier.model={narrow}", "extraction.storage_dtype=fp8")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("training.shape={num_attention_heads: 5}", r"^training: 5 attention heads are not a multiple of 2 key/value"),
+        ("training.shape={head_dim: 31}", r"^training: 31 of 31 dimensions rotate; choose an even head_dim"),
+        ("training.shape={sliding_window: 4}", r"^training: sliding_window 4 is smaller than a block of 16; raise it"),
+        (
+            "training.shape={sliding_window: 64, sliding_layers: [7]}",
+            r"^training\.shape\.sliding_layers: \[7\] are not",
+        ),
+        ("training.shape={sliding_layers: [0]}", r"^training\.shape\.sliding_layers need a window"),
+        ("training.draft_vocab_size=1", r"^training\.draft_vocab_size: 1 leaves nothing to draft but mask and end tok"),
+        (
+            "training.initialisation=nowhere",
+            r"^training\.initialisation: nowhere/config\.json is missing; give the folder of a DFlash drafter",
+        ),
+    ],
+)
+def test_a_drafter_that_cannot_be_made_is_refused_before_anything_is(change: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(change)
+
+
+def test_a_start_from_a_drafter_of_another_depth_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    verifier, taps = preflight(RECIPE)
+    settings = json.loads((Path(verifier.path) / "config.json").read_text())
+    drafter = drafter_config(RECIPE.training, settings, target_layer_ids=taps)
+    (tmp_path / "config.json").write_text(json.dumps(drafter.to_json(dtype="float32")))
+    start = f"training.initialisation={tmp_path}"
+    planned(start)
+    with pytest.raises(ValueError, match=r"^training\.initialisation: .* is another one: layer_types is \('full_att"):
+        planned(start, f"training.num_layers={RECIPE.training.num_layers + 1}")
 
 
 def test_a_tokenizer_without_template_is_refused(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from dflash.decoding.history import append, reports_on
 from dflash.decoding.statistics import SEED
 from dflash.decoding.tables import code, escaped
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
+from dflash.drafter.shape import read_config
 from dflash.keys import evaluation_key
 from dflash.manifests import Artifact, Damaged, Manifest, find, home, load_manifest, manifests
 from dflash.pinning import PinnedVerifier
@@ -108,8 +109,6 @@ def _report_on(
     champion: Champion, config: EvaluationConfig, hidden_states: Artifact, verifier: PinnedVerifier
 ) -> tuple[Artifact | None, str]:
     """The champion's report with these settings on these hidden states, made now if need be; else why there is none."""
-    from dflash.drafter.export import read_config  # loads torch: a champion that comes again has nobody to be judged by
-
     try:
         drafter = _drafter(champion.drafter)
         layers = list(read_config(drafter.path).target_layer_ids)

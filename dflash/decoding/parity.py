@@ -34,7 +34,8 @@ from dflash.decoding.replay import replay_responses, response_span
 from dflash.devices import resolve_device
 from dflash.drafter.blocks import Documents
 from dflash.drafter.export import load_drafter
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.encoding import as_stored
 from dflash.hidden.store import RowStates
 from dflash.pinning import PinnedVerifier, num_tokens

@@ -9,7 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.model import Drafter
+from dflash.drafter.shape import read_config
 from dflash.drafter.vocabulary import MAPS, contradiction
 
 HEAD = "lm_head.weight"
@@ -25,17 +26,6 @@ def save_drafter(folder: Path, drafter: Drafter, *, head_UH: Tensor | None = Non
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     settings = drafter.config.to_json(dtype=str(drafter.fc.weight.dtype).removeprefix("torch."))
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def read_config(folder: Path) -> DrafterConfig:
-    """Raises ValueError where it is not a drafter's, or asks for what is not known here."""
-    path = folder / "config.json"
-    try:
-        return DrafterConfig.from_json(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; give the folder of a DFlash drafter") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def read_tensors(folder: Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:

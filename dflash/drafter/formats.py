@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from dflash.drafter.model import SLIDING, DrafterConfig
 from dflash.drafter.published import PositiveNumber, Published, Settings, checked
+from dflash.drafter.shape import SLIDING, DrafterConfig
 from dflash.pinning import tap_layers
 
 log = logging.getLogger(__name__)

@@ -2,14 +2,15 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dflash.drafter.export import read_config, read_weights
+from dflash.drafter.export import read_weights
 from dflash.drafter.model import Drafter
+from dflash.drafter.shape import another_one, differences, read_config
 from dflash.drafter.vocabulary import MAPS
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,8 @@ def initialise(drafter: Drafter, source: str, *, verifier_layers: Mapping[str, T
 
 
 def _of_folder(folder: Path, drafter: Drafter) -> dict[str, Tensor]:
-    problems = []
     found = read_config(folder)
-    ours, theirs = asdict(drafter.config), asdict(found)
-    for name, value in ours.items():
-        # nothing is computed from the longest text of a verifier, and any tokens can be drafted by the same weights
-        if theirs[name] != value and name not in ("max_position_embeddings", "draft_vocab_size"):
-            problems.append(f"{name} is {theirs[name]}, here {value}")
+    problems = differences(drafter.config, found)
     weights: dict[str, Tensor] = {}
     try:
         with torch.device("meta"):
@@ -60,8 +56,5 @@ def _of_folder(folder: Path, drafter: Drafter) -> dict[str, Tensor]:
     except ValueError as error:
         problems.append(str(error))
     if problems:
-        raise ValueError(
-            f"training.initialisation: the drafter in {folder} is another one: {'; '.join(problems)}; "
-            "set training to its values, or choose another start"
-        )
+        raise another_one(folder, problems)
     return {name: weight for name, weight in weights.items() if name not in MAPS}

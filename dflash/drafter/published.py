@@ -22,7 +22,7 @@ class Settings(BaseModel):
 
 
 class Rope(Settings):
-    """What `dflash.drafter.rope.rope_parameters` reads."""
+    """What `dflash.drafter.shape.rope_parameters` reads."""
 
     rope_type: str | None = None
     type: str | None = None

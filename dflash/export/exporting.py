@@ -15,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash.config import VerifierConfig
-from dflash.drafter.export import not_finite, read_config, read_weights
+from dflash.drafter.export import not_finite, read_weights
 from dflash.drafter.formats import FORMATS, PUBLISHED, speculators_config
 from dflash.drafter.model import Drafter
+from dflash.drafter.shape import read_config
 from dflash.export.card import model_card
 from dflash.export.facts import facts_of, is_record, report_on
 from dflash.housekeeping import Lineage, lineage

@@ -16,7 +16,7 @@ from dflash.decoding.parity import REFERENCE
 from dflash.decoding.report import SCHEMA_VERSION as REPORT_VERSION
 from dflash.decoding.tables import groups
 from dflash.decoding.verdict import load_evaluated
-from dflash.drafter.model import DrafterConfig
+from dflash.drafter.shape import DrafterConfig
 from dflash.housekeeping import Lineage
 from dflash.inputs import HUB
 from dflash.manifests import Manifest

@@ -17,8 +17,9 @@ from torch import Tensor
 from dflash.config import VerifierConfig
 from dflash.drafter.export import HEAD, check_weights, not_finite, read_tensors, save_drafter
 from dflash.drafter.formats import SPECULATORS, Origin, Speculators, as_published, format_of, own_weights
-from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.model import Drafter
 from dflash.drafter.published import checked
+from dflash.drafter.shape import DrafterConfig
 from dflash.drafter.vocabulary import MAPS
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, revision_of
 from dflash.export.facts import is_record

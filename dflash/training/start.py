@@ -8,12 +8,13 @@ from torch import Tensor
 
 from dflash.config import TrainingConfig
 from dflash.drafter.initialisation import initialise
-from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.model import Drafter
 from dflash.drafter.vocabulary import choose_tokens
 from dflash.hidden.store import HiddenStates
 from dflash.pinning import PinnedVerifier, as_ids, num_tokens
 from dflash.training.data import label_counts
 from dflash.training.optimizers import make_optimizers
+from dflash.training.planning import drafter_config
 from dflash.training.ranks import Ranks, shard
 from dflash.training.schedules import derived_seed
 from dflash.training.state import State
@@ -23,15 +24,7 @@ def new_state(
     config: TrainingConfig, store: HiddenStates, ranks: Ranks, *, verifier: PinnedVerifier | None, continued: bool
 ) -> State:
     """A drafter as it starts, with its optimizers, held as the configuration says. One to be `continued` is new."""
-    shape = DrafterConfig.from_verifier(
-        store.verifier_config,
-        block_size=config.block_size,
-        num_layers=config.num_layers,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=store.info["target_layer_ids"],
-        draft_vocab_size=config.draft_vocab_size,
-        **config.shape.model_dump(),
-    )
+    shape = drafter_config(config, store.verifier_config, target_layer_ids=store.info["target_layer_ids"])
     drafter = Drafter(shape, generator=torch.Generator().manual_seed(derived_seed(config.seed)))
     if ranks.first and not continued:
         layers = layers_of(verifier, config.num_layers) if config.initialisation == "verifier" else None

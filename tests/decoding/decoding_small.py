@@ -7,7 +7,8 @@ import torch
 import transformers
 
 from dflash.decoding.replay import response_span
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.encoding import as_stored
 from dflash.hidden.store import RowStates
 from dflash.verifier import Verifier

@@ -33,7 +33,8 @@ from dflash.decoding.near_ties import NEAR_TIE
 from dflash.decoding.parity import REFERENCE, remember
 from dflash.decoding.responses import read_responses
 from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.extraction import extract_shard, plan_shards, seal
 from dflash.hidden.store import HiddenStates
 from dflash.keys import evaluation_key, training_key

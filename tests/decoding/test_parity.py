@@ -34,7 +34,8 @@ from dflash.decoding.parity import (
 )
 from dflash.decoding.replay import response_span
 from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Context, Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Context, Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.store import RowStates
 from dflash.pinning import PinnedVerifier, pin
 from dflash.verifier import Verifier, load_verifier

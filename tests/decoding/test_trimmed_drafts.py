@@ -15,7 +15,8 @@ from dflash.decoding.live import Method, decode
 from dflash.decoding.parity import REFERENCE, answer, ask, remember
 from dflash.decoding.replay import best_tokens, replay, replay_responses
 from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.drafter.vocabulary import choose_tokens
 from dflash.hidden.store import RowStates
 from dflash.pinning import pin

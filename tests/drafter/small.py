@@ -2,7 +2,8 @@
 
 import torch
 
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 
 VERIFIER = {
     "vocab_size": 61,

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash.drafter.export import load_drafter, save_drafter
-from dflash.drafter.model import DrafterConfig
+from dflash.drafter.shape import DrafterConfig
 from tests.drafter.small import features, make_config, make_drafter, make_ends
 
 

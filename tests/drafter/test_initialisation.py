@@ -17,7 +17,8 @@ from transformers import (
 from dflash.drafter.attention import Visible
 from dflash.drafter.export import save_drafter
 from dflash.drafter.initialisation import initialise
-from dflash.drafter.model import Drafter, DrafterConfig
+from dflash.drafter.model import Drafter
+from dflash.drafter.shape import DrafterConfig
 from dflash.last_layers import last_layers
 from dflash.verifier import Verifier
 from tests.drafter.small import VERIFIER, make_drafter

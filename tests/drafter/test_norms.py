@@ -4,7 +4,8 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from dflash.drafter.norms import rms_norm, rms_norm_rotated
-from dflash.drafter.rope import frequencies, rope_parameters
+from dflash.drafter.rope import frequencies
+from dflash.drafter.shape import rope_parameters
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:

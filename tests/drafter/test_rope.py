@@ -5,7 +5,8 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from dflash.drafter.rope import frequencies, rope_parameters
+from dflash.drafter.rope import frequencies
+from dflash.drafter.shape import rope_parameters
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from dflash.drafter.export import HEAD, load_drafter, save_drafter
 from dflash.drafter.initialisation import initialise
 from dflash.drafter.losses import OUTSIDE, slot_statistics, slot_weights
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.drafter.vocabulary import choose_tokens, kept_tokens, maps_of
 from tests.drafter.small import features, make_drafter, make_ends
 

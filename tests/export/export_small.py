@@ -19,7 +19,8 @@ from dflash.corpus.tokenization import tokenize
 from dflash.decoding.evaluation import evaluate
 from dflash.decoding.parity import REFERENCE, remember
 from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Drafter, DrafterConfig, Ends
+from dflash.drafter.model import Drafter, Ends
+from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.extraction import extract_shard, plan_shards, seal
 from dflash.hidden.store import HiddenStates
 from dflash.keys import training_key
