@@ -62,7 +62,7 @@ class Published(Settings):
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     sliding_window: int | None = Field(None, ge=0)
     is_causal: bool | None = None
-    rms_norm_eps: float = Field(DEFAULT_EPS, gt=0, le=0.01)
+    rms_norm_eps: float = Field(DEFAULT_EPS, gt=0, lt=1)
     max_position_embeddings: PositiveInt
     original_max_position_embeddings: PositiveInt | None = None
     rope_parameters: Rope | None = None
