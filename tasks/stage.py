@@ -46,7 +46,7 @@ def stage(
         return task(
             name=name,
             task_run_name=run_name,
-            tags=[name, *tags],
+            tags=tags,  # only where a limit may be wanted: for each other set of tags the server is asked for one
             cache_policy=policy,
             persist_result=True,
             result_storage=home() / "records",
