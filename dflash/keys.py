@@ -20,7 +20,7 @@ from dflash.inputs import identity_of
 from dflash.manifests import Artifact, Key, remembered_sha256, text_sha256
 from dflash.pinning import PinnedVerifier, num_tokens
 
-RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 3, "evaluation": 6}
+RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 4, "evaluation": 6}
 
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")
@@ -100,8 +100,6 @@ def extraction_key(config: ExtractionConfig, corpus: Artifact, verifier: PinnedV
 def training_key(config: TrainingConfig, hidden_states: Artifact) -> Key:
     """A drafter to start from counts by its content. Raises ValueError where it is not there."""
     settings, inputs = config.identity(), {"hidden_states": hidden_states.identity}
-    if not config.draft_vocab_size:  # a key from before there was a choice
-        del settings["draft_vocab_size"]
     if config.initialisation not in ("random", "verifier"):
         settings["initialisation"] = "drafter"
         for name in ("config.json", "model.safetensors"):
@@ -123,8 +121,6 @@ def imported_key(settings: dict[str, Any], files: dict[str, str], verifier: Pinn
 def evaluation_key(
     config: EvaluationConfig, drafter: Artifact, hidden_states: Artifact, verifier: PinnedVerifier
 ) -> Key:
-    # rows of a padded head are never proposed; where there are none, keys are those from before that was so
-    padded = num_tokens(verifier) < verifier.vocab_size
     return Key(
         stage="evaluation",
         recipe=RECIPES["evaluation"],
@@ -135,6 +131,6 @@ def evaluation_key(
             "hidden_states": hidden_states.identity,
             "verifier": verifier.identity,
             "verifier.dtype": verifier.dtype,
-        }
-        | ({"verifier.tokens": str(num_tokens(verifier))} if padded else {}),
+            "verifier.tokens": str(num_tokens(verifier)),  # rows of a padded head beyond them are never proposed
+        },
     )

@@ -263,10 +263,11 @@ def test_a_padded_head_has_rows_beyond_the_tokens_of_its_tokenizer(folder: Path,
             check_draft_vocabulary(training(19).model_copy(update={"draft_vocab_size": size}), verifier)
 
 
-def test_only_evaluations_with_a_padded_head_have_another_key_than_before_its_rows_were_left_out(folder: Path) -> None:
+def test_how_many_tokens_there_are_is_part_of_an_evaluations_key(folder: Path) -> None:
     artifact = Artifact(stage="training", key="training-1", identity="training-1", location="somewhere")
     config = EvaluationConfig.model_validate({"prompts": ["prompts.jsonl"]})
-    assert "verifier.tokens" not in evaluation_key(config, artifact, artifact, pinned(folder)).inputs
+    whole = pinned(folder)
+    assert evaluation_key(config, artifact, artifact, whole).inputs["verifier.tokens"] == str(whole.vocab_size)
     padded = folder.parent / "padded"
     shutil.copytree(folder, padded)
     rewrite(padded / "tokenizer.json", model={"vocab": {"a": 9}})

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from dflash.drafter.export import HEAD, load_drafter
 from dflash.hidden.store import HiddenStates
-from dflash.keys import training_key
 from dflash.manifests import home as root
 from dflash.training.data import label_counts
 from dflash.training.loop import Stopped, train
@@ -21,13 +20,6 @@ SIZE = 9
 @pytest.fixture(autouse=True)
 def _own_root(home):
     torch.set_num_threads(1)
-
-
-def test_a_whole_vocabulary_has_the_key_from_before_there_was_a_choice():
-    states = make_states(LENGTHS)
-    whole, trimmed = (training_key(make_config(draft_vocab_size=size), states) for size in (0, SIZE))
-    assert "draft_vocab_size" not in whole.config
-    assert trimmed.config["draft_vocab_size"] == SIZE
 
 
 def test_labels_are_counted_as_they_are_trained_on():
