@@ -7,7 +7,8 @@ for the chain and every tree of BUDGETS, of which replay takes one pass and live
 `replay_one_vs_live` is the same for the chain alone. The drafter was taught other responses, and live decoding is the
 slower the less a drafter accepts: `acceptance_length` is that of the chain. Both find the same rounds, or it fails.
 `tree_vs_heap` is the throughput of building trees of 64 nodes over 1,024 blocks of 15 slots over that of a Python heap
-per block, which gives the same trees. They alternate; medians of the ratios of each round, of CPU time without a GPU.
+per block, which gives the same trees; of either so many passes that it works about as long. They alternate; medians of
+the ratios of each round, of one thread's CPU time without a GPU.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from dflash.corpus.chat import load_chat
 from dflash.corpus.conversations import parse
 from dflash.corpus.sources import read_rows
 from dflash.decoding.acceptance import CHAIN, method_name
-from dflash.decoding.ddtree import best_first, top_tokens
+from dflash.decoding.ddtree import Trees, best_first, top_tokens
 from dflash.decoding.live import Method, decode
 from dflash.decoding.replay import replay_responses
 from dflash.devices import resolve_device
@@ -37,6 +38,7 @@ from dflash.verifier import Verifier, load_verifier
 
 BUDGETS = (8, 16, 32, 64, 128, 256, 512)
 BLOCKS, SLOTS, NODES = 1024, 15, 64
+HEAP_PASSES, TREE_PASSES = 4, 80  # about half a second of either; Python collects garbage in every second one of heaps
 DRAFTER_TAPS, DRAFTER_LAYERS, TAUGHT, TEACHING_STEPS = 3, 2, 16, 100
 
 
@@ -80,11 +82,17 @@ def trees_against_heaps(rounds: int, device: torch.device) -> dict[str, float]:
             heap_tree(values, ids, NODES) for values, ids in zip(values_BSK.tolist(), ids_BSK.tolist(), strict=True)
         ]
 
-    trees = best_first(values_BSK, ids_BSK, budget=NODES)
+    def build() -> Trees:
+        return best_first(values_BSK, ids_BSK, budget=NODES)
+
+    trees = build()
     same_B = (trees.tokens_BN.cpu() == torch.tensor([tokens for tokens, _ in heaps()])).all(-1)
     assert same_B.double().mean() > 0.99, "a heap that adds up in float64 may only differ where scores nearly tie"
     pairs = [
-        (seconds(heaps, device), seconds(lambda: best_first(values_BSK, ids_BSK, budget=NODES), device))
+        (
+            seconds(lambda: [heaps() for _ in range(HEAP_PASSES)], device) / HEAP_PASSES,
+            seconds(lambda: [build() for _ in range(TREE_PASSES)], device) / TREE_PASSES,
+        )
         for _ in range(rounds)
     ]
     return {
@@ -203,6 +211,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     device = resolve_device(options.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # CPU time counts what threads spend waiting for each other
     numbers = trees_against_heaps(options.rounds, device) | replay_against_live(options, device)
     print(json.dumps({name: round(value, 4) for name, value in numbers.items()}))
 
