@@ -25,7 +25,7 @@ RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "t
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")
 SAMPLING = ("top_p", "seed")
-REPORTING = ("sets", "budgets", "live_prompts", "parity", "draft_ms", "verify_ms")
+REPORTING = ("sets", "budgets", "live_prompts", "parity", "draft_ms", "verify_ms", "temperature")
 
 
 def prompts_key(config: GenerationConfig, contaminants: Sequence[SourceConfig] = ()) -> Key:
@@ -121,11 +121,12 @@ def imported_key(settings: dict[str, Any], files: dict[str, str], verifier: Pinn
 def evaluation_key(
     config: EvaluationConfig, drafter: Artifact, hidden_states: Artifact, verifier: PinnedVerifier
 ) -> Key:
+    names = REPORTING if config.temperature == 0 else (*REPORTING, "seed")
     return Key(
         stage="evaluation",
         recipe=RECIPES["evaluation"],
-        # the prompts and how they were answered are in the evaluation set's own hidden states
-        config={name: value for name, value in config.identity().items() if name in REPORTING},
+        # the prompts and their limits are in the evaluation set's own hidden states
+        config={name: value for name, value in config.identity().items() if name in names},
         inputs={
             "drafter": drafter.identity,
             "hidden_states": hidden_states.identity,

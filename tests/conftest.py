@@ -33,8 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = item.get_closest_marker("xdist_group")
         if group is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
-            return len(longest)
-        return longest.index(group.args[0])
+        return longest.index(group.args[0]) if group and group.args[0] in longest else len(longest)
 
     items.sort(key=place)
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -220,7 +221,9 @@ def contend():
         future.result()
 
 (folder / f"{name}.ready").touch()
+deadline = time.monotonic() + 120
 while len(list(folder.glob("*.ready"))) < contenders:
+    assert time.monotonic() < deadline, "another one did not start"
     time.sleep(0.05)
 contend()
 """
@@ -236,13 +239,17 @@ def test_of_tasks_that_all_want_the_gpu_a_limit_lets_one_in_at_a_time(prefect_se
     environment = {**os.environ, "PREFECT_API_URL": prefect_server, "PYTHONPATH": os.pathsep.join([".", *sys.path])}
     with get_client(sync_client=True) as client:
         client.create_concurrency_limit("gpu", 1)
+        runs = [
+            subprocess.Popen([sys.executable, str(script), str(tmp_path), name, "4", "3"], env=environment)
+            for name in ("one", "two", "three")
+        ]
         try:
-            runs = [
-                subprocess.Popen([sys.executable, str(script), str(tmp_path), name, "4", "3"], env=environment)
-                for name in ("one", "two", "three")
-            ]
-            assert [run.wait(timeout=240) for run in runs] == [0, 0, 0]
+            deadline = time.monotonic() + 240
+            assert [run.wait(timeout=max(1, deadline - time.monotonic())) for run in runs] == [0, 0, 0]
         finally:
+            for run in runs:
+                run.kill()
+                run.wait()
             client.delete_concurrency_limit_by_tag("gpu")
     used = sorted([float(time) for time in path.read_text().split()] for path in tmp_path.glob("*.used"))
     assert len(used) == 12

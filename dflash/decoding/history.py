@@ -53,7 +53,7 @@ def read_history(verifier: str) -> pl.DataFrame:
         return pl.DataFrame(schema=COLUMNS)
     try:
         frame = read_parquet(path, COLUMNS)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path}: the history is {error} and was left as it is; move it away, and reports that are appended "
             "(again) start a new one"

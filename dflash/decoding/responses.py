@@ -111,7 +111,7 @@ def read_responses(folder: Path) -> list[Response]:
     path = folder / RESPONSES
     try:
         frame = read_parquet(path, COLUMNS)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}; run the evaluation stage again") from None
     return [
         Response(

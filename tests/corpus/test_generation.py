@@ -245,6 +245,14 @@ def test_an_interrupted_chunk_continues_after_its_finished_groups(
     assert not groups.exists()
 
 
+def test_answers_that_cannot_be_read_at_present_are_not_deleted(tmp_path: Path) -> None:
+    file = tmp_path / "group-00000.parquet"
+    file.mkdir()  # reading it is an error of the system, not damage
+    with pytest.raises(OSError):
+        generation._answers(tmp_path)
+    assert file.exists()
+
+
 @pytest.mark.parametrize("damaged", [0, 2])
 def test_a_damaged_group_is_answered_again_and_what_followed_from_it(
     verifier: PinnedVerifier, asked: list[str], caplog: pytest.LogCaptureFixture, damaged: int

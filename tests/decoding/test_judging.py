@@ -1,6 +1,8 @@
 """Verdicts on real drafters: one that was taught, one that was not; and the commands that show and change champions."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +155,8 @@ def test_a_champion_is_promoted_by_hand_and_shown(judged: Judged) -> None:
     code, output = run("champion")
     assert code == 2
     assert "remove it and promote again" in " ".join(output.split())
+
+
+def test_a_verdict_on_the_champion_itself_waits_for_no_torch() -> None:
+    code = "import dflash.decoding.judging, tasks.evaluation, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

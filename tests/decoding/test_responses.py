@@ -18,7 +18,7 @@ def test_responses_come_back_from_their_file_as_they_were(tmp_path: Path) -> Non
 
 
 def test_a_damaged_or_missing_file_is_one_line_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"responses\.parquet: unreadable .* run the evaluation stage again"):
+    with pytest.raises(ValueError, match=r"responses\.parquet: No such file .* run the evaluation stage again"):
         read_responses(tmp_path)
     write_responses(tmp_path, some_responses(3))
     whole = (tmp_path / RESPONSES).read_bytes()
