@@ -325,7 +325,7 @@ def seal(
         "storage_dtype": config.storage_dtype,
         "store_final": config.store_final,
         "top_k": config.top_k,
-        "verifier": {"name": verifier.name, "identity": verifier.identity, "dtype": verifier.dtype},
+        "verifier": {name: getattr(verifier, name) for name in ("name", "identity", "dtype", "revision")},
         "chat": corpus.summary["chat"],
         # of the supervised tokens, those that the verifier would choose greedily: low where answers are not its own,
         # and unknown where it was not asked

@@ -128,7 +128,9 @@ def test_the_artifact_says_what_training_needs_to_know(verifier: PinnedVerifier,
     assert states.verifier_config == json.loads((verifier_folder / "config.json").read_text())
     assert states.info["target_layer_ids"] == [0, 2]
     assert states.info["num_target_layers"] == 4
-    assert states.info["verifier"]["identity"] == verifier.identity
+    assert states.info["verifier"] == {
+        "name": verifier.name, "identity": verifier.identity, "dtype": "float32", "revision": verifier.revision,
+    }  # fmt: skip
     weights = load_verifier(verifier).frozen_weights()
     assert states.frozen().keys() == weights.keys() == {"embed_tokens.weight", "norm.weight"}
     assert all(torch.equal(weight, weights[name]) for name, weight in states.frozen().items())
