@@ -41,8 +41,11 @@ class PlannedStep(BaseModel):
     bytes: int | None = None
 
 
-def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
-    """The pinned verifier and its tap layers; raises ValueError for what would otherwise fail after expensive work."""
+def preflight(recipe: Recipe, *, trains: bool) -> tuple[PinnedVerifier, list[int]]:
+    """The pinned verifier and its tap layers; raises ValueError for what would otherwise fail after expensive work.
+
+    `trains`: whether a drafter is to be made, which then has to work out.
+    """
     check_packages(recipe.extraction)
     for generation in (recipe.generation, recipe.evaluation_generation()):
         peek(generation)
@@ -59,13 +62,14 @@ def preflight(recipe: Recipe) -> tuple[PinnedVerifier, list[int]]:
         check_lengths(section, limits.max_prompt_tokens, limits.max_new_tokens, verifier)
     check_abilities(recipe.evaluation.live_prompts, verifier)
     taps = check_states(recipe.extraction, verifier)
-    check_drafter(recipe.training, verifier, taps)
+    if trains:
+        check_drafter(recipe.training, verifier, taps)
     return verifier, taps
 
 
 def plan(recipe: Recipe) -> list[PlannedStep]:
     """The steps of a run of this recipe, in order. Raises ValueError where the recipe cannot work."""
-    verifier, taps = preflight(recipe)
+    verifier, taps = preflight(recipe, trains=True)
     known = manifests()
     steps: list[PlannedStep] = []
 

@@ -84,7 +84,7 @@ def run(
     with usage_errors():
         start = recipes.load(recipe, changes or [])
         stages = recipes.check_steps(refresh or [])
-        planning.preflight(start.recipe)
+        planning.preflight(start.recipe, trains=start.trains)
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")
     signal.signal(signal.SIGTERM, _terminated)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a script's background job ignores it

@@ -20,6 +20,7 @@ from dflash.config import (
 from dflash.hidden.planning import missing
 from dflash.manifests import Artifact
 from dflash.pinning import PinnedVerifier
+from flows.recipes import TRAINING
 from flows.runners import CallAll, one_after_another, runner_of
 from flows.steps import CURRENT, RunRecord, Steps
 from flows.watch import begin, end
@@ -83,7 +84,7 @@ class Parts:
         self.record.flow_run_id = runtime.flow_run.id
         self.steps = Steps(self.record, refresh=refresh)
         self.make_shards = runner_of(settings.extraction, settings.verifier)
-        self.verifier = pin_verifier(settings)
+        self.verifier = pin_verifier(settings, trains=runtime.flow_run.flow_name in TRAINING)
 
     def training_states(self) -> Artifact:
         """From the training prompts to their hidden states."""

@@ -12,6 +12,7 @@ from dflash.config import NightlyConfig, Recipe, Step
 
 PREFECT_YAML = "prefect.yaml"
 PIPELINE = "pipeline"
+TRAINING = (PIPELINE, "train-drafter")  # the flows that make a drafter
 FLOW_PARAMETERS = ("recipe", "refresh")  # of every flow, beside the recipe's sections
 OWN_PARAMETERS: dict[str, dict[str, Any]] = {
     "evaluate": {"drafter": str},
@@ -27,6 +28,10 @@ class Start(NamedTuple):
     name: str
     recipe: Recipe
     own: Mapping[str, Any]
+
+    @property
+    def trains(self) -> bool:
+        return _flow_name(self.flow) in TRAINING
 
 
 def prefect_yaml() -> Path:

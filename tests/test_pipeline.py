@@ -131,6 +131,16 @@ def test_evaluate_trains_nothing_and_says_what_is_missing(runs: Runs) -> None:
     assert runs.record.stages == []
 
 
+def test_only_what_trains_is_refused_where_the_drafter_to_start_from_is_gone(runs: Runs) -> None:
+    drafter = runs().drafter
+    gone = "training.initialisation=gone"
+    assert runs(gone, flow=evaluate, drafter=str(drafter)).drafter == drafter
+    for flow in (pipeline, train_drafter):
+        with pytest.raises(ValueError, match=r"^training\.initialisation: no gone/config\.json"):
+            runs(gone, flow=flow)
+        assert runs.record.stages == []
+
+
 def test_a_drafter_is_found_by_name_and_anything_else_is_refused(runs: Runs, tmp_path: Path) -> None:
     runs()
     drafter = runs.folder("training")

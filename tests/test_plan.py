@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, Artifact, Key, home, pu
 from dflash.pinning import PinnedVerifier
 from dflash.plan import PlannedStep, plan, preflight
 from dflash.training.planning import drafter_config
-from flows.recipes import load_recipe
+from flows.recipes import load, load_recipe
 
 pytestmark = pytest.mark.usefixtures("home")
 RECIPE = load_recipe("demo", ["generation.max_prompts=4", "evaluation.max_prompts=4"])
@@ -49,7 +50,7 @@ def make(key: Key, **summary: int) -> Artifact:
 
 def make_corpus() -> tuple[Key, PinnedVerifier]:
     """What comes before an extraction; the extraction's key."""
-    verifier, _ = preflight(RECIPE)
+    verifier, _ = preflight(RECIPE, trains=False)
     prompts = collect(RECIPE.generation, RECIPE.evaluation.prompts)
     conversations = make(keys.generation_key(RECIPE.generation, prompts, verifier), tokens=900, prompt_tokens=100)
     corpus = make(keys.tokenization_key(RECIPE.tokenization, conversations, verifier), tokens=1000)
@@ -132,8 +133,24 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_anything_is(change: str
         planned(change)
 
 
+@pytest.mark.parametrize(
+    ("name", "trains"),
+    [
+        ("demo", True),
+        ("train-drafter/demo", True),
+        ("prepare-data/demo", False),
+        ("evaluate/demo", False),
+        ("nightly-evaluation/demo", False),
+    ],
+)
+def test_only_what_trains_needs_the_drafter_that_training_starts_from(name: str, trains: bool) -> None:
+    start = load(name, ["training.initialisation=gone"])
+    with pytest.raises(ValueError, match=r"^training\.initialisation") if trains else nullcontext():
+        preflight(start.recipe, trains=start.trains)
+
+
 def test_a_start_from_a_drafter_of_another_depth_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    verifier, taps = preflight(RECIPE)
+    verifier, taps = preflight(RECIPE, trains=False)
     settings = json.loads((Path(verifier.path) / "config.json").read_text())
     drafter = drafter_config(RECIPE.training, settings, target_layer_ids=taps)
     (tmp_path / "config.json").write_text(json.dumps(drafter.to_json(dtype="float32")))
