@@ -100,16 +100,23 @@ def extraction_key(config: ExtractionConfig, corpus: Artifact, verifier: PinnedV
 def training_key(config: TrainingConfig, hidden_states: Artifact) -> Key:
     """A drafter to start from counts by its content. Raises ValueError where it is not there."""
     settings, inputs = config.identity(), {"hidden_states": hidden_states.identity}
-    if config.initialisation not in ("random", "verifier"):
+    if files := starting_files(config):
         settings["initialisation"] = "drafter"
-        for name in ("config.json", "model.safetensors"):
-            path = Path(config.initialisation).expanduser() / name
-            if not path.is_file():
-                raise ValueError(
-                    f"training.initialisation: no {path}; expected random, verifier or the folder of a drafter"
-                )
-            inputs[f"initialisation.{name}"] = remembered_sha256(path)
+        inputs |= {f"initialisation.{path.name}": remembered_sha256(path) for path in files}
     return Key(stage="training", recipe=RECIPES["training"], config=settings, inputs=inputs)
+
+
+def starting_files(config: TrainingConfig) -> list[Path]:
+    """config.json and weights of the drafter to start from, if there is one. Raises ValueError where one is missing."""
+    if config.initialisation in ("random", "verifier"):
+        return []
+    files = [Path(config.initialisation).expanduser() / name for name in ("config.json", "model.safetensors")]
+    for path in files:
+        if not path.is_file():
+            raise ValueError(
+                f"training.initialisation: no {path}; expected random, verifier or the folder of a drafter"
+            )
+    return files
 
 
 def imported_key(settings: dict[str, Any], files: dict[str, str], verifier: PinnedVerifier) -> Key:

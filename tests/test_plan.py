@@ -123,8 +123,8 @@ def test_a_width_that_fp8_does_not_allow_is_refused_before_anything_is_made(tmp_
         ("training.shape={sliding_layers: [0]}", r"^training\.shape\.sliding_layers need a window"),
         ("training.draft_vocab_size=1", r"^training\.draft_vocab_size: 1 leaves nothing to draft but mask and end tok"),
         (
-            "training.initialisation=nowhere",
-            r"^training\.initialisation: nowhere/config\.json is missing; give the folder of a DFlash drafter",
+            "training.initialisation=verifer",
+            r"^training\.initialisation: no verifer/config\.json; expected random, verifier or the folder of a drafter",
         ),
     ],
 )
@@ -155,6 +155,9 @@ def test_a_start_from_a_drafter_of_another_depth_is_refused_before_anything_is_m
     drafter = drafter_config(RECIPE.training, settings, target_layer_ids=taps)
     (tmp_path / "config.json").write_text(json.dumps(drafter.to_json(dtype="float32")))
     start = f"training.initialisation={tmp_path}"
+    with pytest.raises(ValueError, match=r"^training\.initialisation: no .*/model\.safetensors; expected"):
+        planned(start)
+    (tmp_path / "model.safetensors").touch()
     planned(start)
     with pytest.raises(ValueError, match=r"^training\.initialisation: .* is another one: layer_types is \('full_att"):
         planned(start, f"training.num_layers={RECIPE.training.num_layers + 1}")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dflash.drafter.export import read_weights
 from dflash.drafter.model import Drafter
-from dflash.drafter.shape import another_one, differences, read_config
+from dflash.drafter.shape import differences, read_config, refuse_problems
 from dflash.drafter.vocabulary import MAPS
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,5 @@ def _of_folder(folder: Path, drafter: Drafter) -> dict[str, Tensor]:
         weights = read_weights(folder, shaped)
     except ValueError as error:
         problems.append(str(error))
-    if problems:
-        raise another_one(folder, problems)
+    refuse_problems(folder, problems)
     return {name: weight for name, weight in weights.items() if name not in MAPS}

@@ -223,12 +223,13 @@ def differences(ours: DrafterConfig, theirs: DrafterConfig) -> list[str]:
     return [f"{n} is {there[n]}, here {v}" for n, v in here.items() if there[n] != v and n not in fitting]
 
 
-def another_one(folder: Path, problems: Sequence[str]) -> ValueError:
-    """What is said of a drafter that training cannot start from."""
-    return ValueError(
-        f"training.initialisation: the drafter in {folder} is another one: {'; '.join(problems)}; "
-        "set training to its values, or choose another start"
-    )
+def refuse_problems(folder: Path, problems: Sequence[str]) -> None:
+    """Raises ValueError naming the problems, if any, for which training cannot start from the drafter of a folder."""
+    if problems:
+        raise ValueError(
+            f"training.initialisation: the drafter in {folder} is another one: {'; '.join(problems)}; "
+            "set training to its values, or choose another start"
+        )
 
 
 def read_config(folder: Path) -> DrafterConfig:

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash.config import TrainingConfig
-from dflash.drafter.shape import DrafterConfig, another_one, differences, read_config
+from dflash.drafter.shape import DrafterConfig, differences, read_config, refuse_problems
+from dflash.keys import starting_files
 from dflash.pinning import PinnedVerifier, complete_settings
 
 
@@ -32,11 +33,10 @@ def check_drafter(config: TrainingConfig, verifier: PinnedVerifier, target_layer
         raise ValueError(f"training: the verifier's config.json has no {error}, which drafters are made by") from None
     except ValueError as error:
         raise ValueError(str(error) if str(error).startswith("training.") else f"training: {error}") from None
-    if config.initialisation not in ("random", "verifier"):
-        folder = Path(config.initialisation).expanduser()
+    if files := starting_files(config):
+        folder = files[0].parent
         try:
             start = read_config(folder)
         except ValueError as error:
             raise ValueError(f"training.initialisation: {error}") from None
-        if problems := differences(drafter, start):
-            raise another_one(folder, problems)
+        refuse_problems(folder, differences(drafter, start))
