@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from dflash.drafter.published import PositiveNumber, Published, Settings, checked
-from dflash.drafter.shape import SLIDING, DrafterConfig
+from dflash.drafter.published import SLIDING, PositiveNumber, Published, Settings, checked
+from dflash.drafter.shape import DrafterConfig
 from dflash.pinning import tap_layers
 
 log = logging.getLogger(__name__)
@@ -100,12 +100,12 @@ def as_published(settings: Mapping[str, Any], *, num_target_layers: int, block_s
     method = found.get("dflash_config") or {}
     blocks = found.get("block_size") or method.get("block_size") or block_size
     if not blocks:
-        raise ValueError("config.json has no block_size; give the one that it was trained with")
+        raise ValueError("has no block_size; give the one that it was trained with")
     if block_size and blocks != block_size:
-        raise ValueError(f"config.json has block_size {blocks}, not {block_size}")
+        raise ValueError(f"has block_size {blocks}, not {block_size}")
     mask_token_id = method.get("mask_token_id", found.get("mask_token_id"))
     if mask_token_id is None:
-        raise ValueError("config.json has no mask_token_id; add it to its dflash_config")
+        raise ValueError("has no mask_token_id; add it to its dflash_config")
     chosen = method.get("target_layer_ids") or found.get("target_layer_ids") or []
     published = {"num_target_layers": num_target_layers, **found, "block_size": blocks}
     published["dflash_config"] = {"mask_token_id": mask_token_id, "target_layer_ids": chosen}

@@ -22,8 +22,9 @@ from dflash.drafter.attention import Visible, block_attention
 from dflash.drafter.blocks import Documents
 from dflash.drafter.gated import gated_down
 from dflash.drafter.norms import rms_norm, rms_norm_rotated
+from dflash.drafter.published import SLIDING
 from dflash.drafter.rope import frequencies
-from dflash.drafter.shape import INITIAL_STD, SLIDING, DrafterConfig
+from dflash.drafter.shape import INITIAL_STD, DrafterConfig
 from dflash.drafter.vocabulary import MAPS, kept_tokens, maps_of
 from dflash.logits import LogitRule
 

@@ -5,11 +5,13 @@ Knows dictionaries: no tensor, no file. Fields that no layer is built from are n
 
 from collections.abc import Mapping
 from reprlib import repr as shortened
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 DEFAULT_EPS = 1e-6
+LayerType = Literal["full_attention", "sliding_attention"]
+FULL, SLIDING = get_args(LayerType)
 Model = TypeVar("Model", bound=BaseModel)
 PositiveNumber = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -59,7 +61,7 @@ class Published(Settings):
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
-    layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
+    layer_types: list[LayerType] | None = None
     sliding_window: int | None = Field(None, ge=0)
     is_causal: bool | None = None
     rms_norm_eps: float = Field(DEFAULT_EPS, gt=0, lt=1)
@@ -78,18 +80,34 @@ class Published(Settings):
             raise ValueError(f"rope_theta {self.rope_theta:g}, but {rope.rope_theta:g} in its rope_parameters")
         return self
 
+    @model_validator(mode="after")
+    def _a_type_for_each_layer(self) -> "Published":
+        types = self.layer_types or [FULL] * self.num_hidden_layers
+        if len(types) != self.num_hidden_layers:
+            raise ValueError(f"{self.num_hidden_layers} layers, but {len(types)} layer_types")
+        if self.is_causal is not None and {kind == SLIDING for kind in types} != {self.is_causal}:
+            raise ValueError(
+                f"is_causal {self.is_causal}, but here layers of {SLIDING} look back, and others in both directions"
+            )
+        return self
+
 
 def checked(model: type[Model], settings: Mapping[str, Any]) -> Model:
-    """A config.json, or a part of it, as `model`. Raises ValueError naming each field that is missing or wrong."""
+    """A config.json, or a part of it, as `model`.
+
+    Raises ValueError naming each field that is missing or wrong; whoever knows the file puts it before that.
+    """
     try:
         return model.model_validate(settings)
     except ValidationError as error:
         wrong = []
         for one in error.errors():
             field, reason = ".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, ")
-            reason = reason.partition(" or instance of")[0].lower()
             if one["type"] == "missing":
                 wrong.append(f"no {field!r}")
+            elif field:
+                reason = reason.partition(" or instance of")[0].lower()
+                wrong.append(f"{field} {shortened(one['input'])} ({reason})")
             else:
-                wrong.append(f"{field} {shortened(one['input'])} ({reason})" if field else reason)
-        raise ValueError(f"config.json has {', '.join(wrong)}; correct it, or get the folder again") from None
+                wrong.append(reason)
+        raise ValueError(f"has {', '.join(wrong)}; correct it, or get the folder again") from None

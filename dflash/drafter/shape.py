@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dflash.drafter.published import DEFAULT_EPS, Published, checked
+from dflash.drafter.published import DEFAULT_EPS, FULL, SLIDING, Published, checked
 
 INITIAL_STD = 0.02
-FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_THETA = 10_000.0
 FIELDS = {
     "default": (),
@@ -190,13 +189,6 @@ class DrafterConfig:
         found = checked(Published, settings)
         layers = found.num_hidden_layers
         types = tuple(found.layer_types or [FULL] * layers)
-        if len(types) != layers:
-            raise ValueError(f"the drafter's config.json has {layers} layers, but {len(types)} layer_types")
-        if found.is_causal is not None and {kind == SLIDING for kind in types} != {found.is_causal}:
-            raise ValueError(
-                f"the drafter's config.json has is_causal {found.is_causal}; here layers of {SLIDING} look back, and "
-                "others in both directions"
-            )
         given = {name: settings[name] for name in found.model_fields_set}
         config = cls.from_verifier(
             given | {"num_hidden_layers": found.num_target_layers},

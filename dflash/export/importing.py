@@ -41,10 +41,12 @@ def verifier_of(
     if model:
         revision = revision or revision_of(model, recorded)
         return pin(VerifierConfig(model=model, revision=revision, trust_remote_code=trust_remote_code))
+    path = folder / "config.json"
+    settings = _json(path)
     try:
-        said = checked(Origin, _json(folder / "config.json")).speculators_config
+        said = checked(Origin, settings).speculators_config
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
     # a record calls a verifier that lay in a folder by that folder's last name only
     name = (said and said.verifier and said.verifier.name_or_path) or recorded.get("name")
     if not name:
@@ -70,9 +72,9 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
     check_sums(folder)
     settings = _json(folder / "config.json")
     recorded = _recorded(folder)
+    _refuse_other(folder, recorded, verifier)
     try:
         kind = format_of(settings)
-        _refuse_other(recorded, verifier)
         if kind == SPECULATORS:  # which leaves out what is the default of its class
             layers = checked(Speculators, settings).transformer_layer_config
             settings["transformer_layer_config"] = with_defaults(layers)
@@ -80,7 +82,7 @@ def import_drafter(folder: Path, verifier: PinnedVerifier, *, block_size: int) -
         config = DrafterConfig.from_json(published)
         _check_shape(config, verifier)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from None
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
     weights, borrowed = own_weights(read_tensors(folder))
     with torch.device("meta"):
         drafter = Drafter(config)
@@ -170,13 +172,13 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _refuse_other(recorded: Mapping[str, Any], pinned: PinnedVerifier) -> None:
+def _refuse_other(folder: Path, recorded: Mapping[str, Any], pinned: PinnedVerifier) -> None:
     known = recorded.get("verifier")
     if known and known.get("identity") != pinned.identity:
         raise ValueError(
-            f"it is for verifier {known.get('name')} ({str(known.get('identity'))[:8]}), not for {pinned.name} "
-            f"({pinned.identity[:8]}); give the right one with --verifier, and --revision or --trust-remote-code where "
-            "it needs them"
+            f"{folder}: it is for verifier {known.get('name')} ({str(known.get('identity'))[:8]}), not for "
+            f"{pinned.name} ({pinned.identity[:8]}); give the right one with --verifier, and --revision or "
+            "--trust-remote-code where it needs them"
         )
 
 

@@ -111,9 +111,9 @@ def test_a_config_that_layers_cannot_follow_is_refused_with_the_reason():
     published = make_config(sliding_window=6).to_json(dtype="float32")
     assert published["layer_types"] == ["sliding_attention", "full_attention"]
     for change, reason in (
-        ({"layer_types": ["full_attention"]}, "2 layers, but 1 layer_types"),
+        ({"layer_types": ["full_attention"]}, "^has 2 layers, but 1 layer_types; correct it, or get the folder again$"),
         ({"layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
-        ({"is_causal": True}, "is_causal True"),
+        ({"is_causal": True}, "^has is_causal True, .* both directions; correct it, or get the folder again$"),
         ({"sliding_window": 4}, "sliding_window 4 is smaller than a block of 5"),
         ({"rope_parameters": {"rope_type": "longrope"}, "rope_scaling": None}, "longrope"),
         ({"rope_parameters": {"rope_type": "linear"}, "rope_scaling": None}, "linear' lacks factor"),

@@ -336,7 +336,7 @@ def test_a_verifier_that_is_said_in_another_layout_is_named(drafter: Artifact, t
     folder = exported(drafter, tmp_path / "out", "speculators")
     (folder / CHECKSUMS).unlink()
     edit(speculators_config=said)(folder)
-    assert "config.json has speculators_config" in error(folder, verifier="")
+    assert "config.json: has speculators_config" in error(folder, verifier="")
 
 
 def test_a_download_that_is_not_whole_is_noticed_by_its_checksums(drafter: Artifact, tmp_path: Path) -> None:
