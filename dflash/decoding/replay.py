@@ -13,7 +13,7 @@ U draft vocabulary
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, tee
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -69,14 +69,8 @@ def response_spans(loss_mask_T: Tensor) -> list[tuple[int, int]]:
 
 
 def response_span(loss_mask_T: Tensor) -> tuple[int, int]:
-    """The last of them: the response that is replayed."""
+    """The last of them: the response that is replayed where not all are."""
     return response_spans(loss_mask_T)[-1]
-
-
-def up_to_each_response(row: RowStates) -> list[RowStates]:
-    """The row, ended after each of its responses: so that each is the last one once."""
-    ends = [end for _, end in response_spans(row.loss_mask_T)]
-    return [RowStates._make(part if part is None else part[:end] for part in row) for end in ends]
 
 
 def best_tokens(ends: Ends, hidden_ASH: Tensor, *, k: int) -> tuple[Tensor, Tensor]:
@@ -122,24 +116,27 @@ def replay_responses(
     budgets: Sequence[int],
     temperature: float = 0.0,
     names: Iterable[str] | None = None,
+    every: bool = False,
 ) -> Iterator[Replayed]:
     """Replay rows, in their order; as many at a time as make a pass of TOKENS_PER_PASS.
 
-    Rounds are those of `acceptance.walk_rounds`; the response is `response_span`, its last token the end. A response of
-    one token has no rounds. Above temperature 0, `rejection` is what rejection sampling expects: of responses that were
-    drawn at that temperature, and whose final states are stored.
+    Rounds are those of `acceptance.walk_rounds`; the response is `response_span`, its last token the end, or with
+    `every` each of `response_spans`, after all that came before it. A response of one token has no rounds. Above
+    temperature 0, `rejection` is what rejection sampling expects: of responses that were drawn at that temperature, and
+    whose final states are stored.
 
     Raises NotNumbers naming the row where the drafter's logits are none, ValueError where final states are missing.
     """
     group: list[_Response] = []
     num_tokens = 0
     for name, row in zip(names or map("row {}".format, count()), rows, strict=False):
-        response = _Response(name, row, *response_span(row.loss_mask_T))
-        num_tokens += response.end
-        if group and num_tokens > TOKENS_PER_PASS:
-            yield from _replay_together(drafter, ends, group, budgets=budgets, temperature=temperature)
-            group, num_tokens = [], response.end
-        group.append(response)
+        spans = response_spans(row.loss_mask_T) if every else [response_span(row.loss_mask_T)]
+        for response in (_Response(name, row, *span) for span in spans):
+            num_tokens += response.end
+            if group and num_tokens > TOKENS_PER_PASS:
+                yield from _replay_together(drafter, ends, group, budgets=budgets, temperature=temperature)
+                group, num_tokens = [], response.end
+            group.append(response)
     if group:
         yield from _replay_together(drafter, ends, group, budgets=budgets, temperature=temperature)
 
@@ -160,10 +157,7 @@ def replay_rows(
 ) -> dict[str, Acceptance]:
     """Replay of all responses of many rows, summed: the acceptance of each method, for validation."""
     totals = {method: Acceptance() for method in (CHAIN, *map(method_name, budgets))}
-    named = zip(names or map("row {}".format, count()), rows, strict=False)
-    named_parts, again = tee((name, part) for name, row in named for part in up_to_each_response(row))
-    parts, names = (part for _, part in named_parts), (name for name, _ in again)
-    for response in replay_responses(drafter, ends, parts, budgets=budgets, names=names):
+    for response in replay_responses(drafter, ends, rows, budgets=budgets, names=names, every=True):
         for method, accepted in response.accepted.items():
             totals[method] += Acceptance.of_response(
                 accepted, num_tokens=response.num_tokens, num_slots=drafter.config.block_size - 1

@@ -17,7 +17,6 @@ from dflash.decoding.replay import (
     replay_rows,
     response_span,
     response_spans,
-    up_to_each_response,
 )
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import RowStates
@@ -215,7 +214,7 @@ def test_all_responses_of_a_row_are_summed_each_with_what_came_before_it(
     at_T = torch.arange(len(row.loss_mask_T))
     masks = [row.loss_mask_T & (at_T < first + 12), row.loss_mask_T & (at_T >= first + 15)]
     both = row._replace(loss_mask_T=masks[0] | masks[1])
-    assert [len(part.input_ids_T) for part in up_to_each_response(both)] == [first + 12, end]
+    assert response_spans(both.loss_mask_T) == [(first, first + 12), (first + 15, end)]
     alone = [replay(drafter, ends, row._replace(loss_mask_T=mask_T), budgets=[8]) for mask_T in masks]
     for method, total in replay_rows(drafter, ends, [both], budgets=[8]).items():
         lists = [rounds[method] for rounds in alone]
