@@ -135,8 +135,9 @@ def _train(
     # the loss is of all rows of a padded head, so that rows without a token become improbable; none of them is proposed
     ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"]).for_drafter(state.drafter)
     proposing = ends.for_drafter(state.drafter, num_tokens=num_tokens(verifier) if verifier else None)
-    expected = {"step": state.step, "expected": state.num_rows}
-    history = ranks.share(resume_rows(folder / "metrics.jsonl", **expected) if ranks.first else [])
+    history = ranks.share(
+        resume_rows(folder / "metrics.jsonl", step=state.step, expected=state.num_rows) if ranks.first else []
+    )
     state.scores |= scores_of(history, metric)  # that of its own step is not in a checkpoint yet
     summary: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -173,9 +174,10 @@ def _train(
     def save() -> None:
         if not sound():  # nobody could go on from them
             raise FloatingPointError(f"step {state.step}: the weights are not finite any more; lower the learning rate")
-        keep = {"keep_last": config.keep_last, "keep_every": config.keep_every}
         state.num_rows = len(history)
-        state.save(folder, ranks, settings=settings, metric=metric, **keep)
+        state.save(
+            folder, ranks, settings=settings, metric=metric, keep_last=config.keep_last, keep_every=config.keep_every
+        )
 
     def validate() -> None:
         if not validation_rows:
@@ -331,8 +333,9 @@ def _train(
 
     weights, artifact = state.weights(), None
     if ranks.first:
-        about: dict[str, Any] = {"last": state.step, "average": bool(state.average)}
-        chosen, weights = best_weights(folder, weights, state.scores, metric, **about)
+        chosen, weights = best_weights(
+            folder, weights, state.scores, metric, last=state.step, average=bool(state.average)
+        )
         counters = state.counters
         summary |= {"steps": state.step, "planned_steps": total, "tokens": counters.tokens + counters.row_tokens}
         summary |= {"skipped": state.steadiness.skipped, "best": chosen}
