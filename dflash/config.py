@@ -5,9 +5,18 @@ ids or weights that come out: it is no part of an artifact's key.
 """
 
 import re
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 PRACTICAL: dict[str, JsonValue] = {"identity": False}
 
@@ -15,8 +24,8 @@ MOST_NODES = 4096  # of a draft tree: the longest pass that a verifier is ever g
 
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 
-NO_PASSWORD = r"^(?!.*://.*@)(?![^/]*:[^/]*@)"
-NOT_EVEN_TAKEN: dict[str, JsonValue] = {"pattern": NO_PASSWORD}  # by a form, whose parameters are kept and shown
+# before the host no user@ and no user:password@, even if there is a / in it; after :// no options, which hold keys
+NO_SECRETS = r"^(?!.*://[^/]*@)(?!.*://[^/@]*:(?!\d+/).*@)(?![^/]*:[^/]*@)(?!.*://.*[?#])"
 
 Step = Literal[
     "generation", "tokenization", "extraction",
@@ -28,18 +37,24 @@ Step = Literal[
 
 def bucket_url(url: str) -> str:
     """The URL of an object store without a slash at its end. Raises ValueError for another, or with secrets in it."""
-    if re.search(r"://[^/]*@|^[^/]*:[^/]*@|[?#]", url):  # not repeated here: the message may go into a log
-        raise ValueError("a URL with credentials or options; leave them out, they come from the environment")
+    without_secrets(url)
     if not re.match(r"(s3|gs)://[^/]+|memory://", url):
         raise ValueError(f"storage {url!r} is unknown; expected s3://bucket/path, gs://bucket/path or memory://")
     return url.rstrip("/") if not url.endswith("://") else url
 
 
-def without_password(address: str) -> str:
-    """An address or path as it is. Raises ValueError where there is a user with a password in it."""
-    if not re.match(NO_PASSWORD, address):  # not repeated here: the message may go into a log
-        raise ValueError("the address holds a user or password, which would be recorded; leave them out")
+def without_secrets(address: str) -> str:
+    """An address or path as it is. Raises ValueError where there is a user, a password or an option in it."""
+    if not re.match(NO_SECRETS, address):  # not repeated here: the message may go into a log
+        raise ValueError(
+            "the address holds a user or password, or options, which would be recorded; leave them out, they come from "
+            "the environment (such as OPENAI_API_KEY, PREFECT_API_AUTH_STRING, AWS_SECRET_ACCESS_KEY)"
+        )
     return address
+
+
+Address = Annotated[str, AfterValidator(without_secrets), Field(json_schema_extra={"pattern": NO_SECRETS})]
+"""Of what is elsewhere. A form, whose parameters are kept and shown, does not even take one with secrets in it."""
 
 
 class Config(BaseModel):
@@ -120,12 +135,11 @@ class VerifierConfig(Config):
 class SourceConfig(Config):
     """One source of conversations. With `--set`, a plain text stands for its path."""
 
-    path: str = Field(
+    path: Address = Field(
         title="Source",
         min_length=1,
         description="A file, folder or glob of .jsonl, .json or .parquet (also .gz, .zst), bundled:NAME, or "
         "hub:OWNER/NAME for a Hugging Face dataset.",
-        json_schema_extra=NOT_EVEN_TAKEN,
     )
     category: str = Field("", title="Category", description="Of all its rows; empty: each row's own, else the file's.")
     limit: int = Field(0, title="Most rows", ge=0, description="Use only the first N usable rows; 0 uses all.")
@@ -141,11 +155,6 @@ class SourceConfig(Config):
     subset: str = Field("", title="Subset", description="Configuration of a hub dataset.")
     split: str = Field("train", title="Split", description="Split of a hub dataset.")
     revision: str = Field("main", title="Revision", description="Of a hub dataset; pinned when it is read.")
-
-    @field_validator("path")
-    @classmethod
-    def _without_password(cls, path: str) -> str:
-        return without_password(path)
 
     @model_validator(mode="before")
     @classmethod
@@ -192,11 +201,11 @@ class GenerationConfig(Config):
         title="Back end",
         description="openai: a server such as vLLM or SGLang that serves the verifier.",
     )
-    base_url: str = Field(
+    base_url: Address = Field(
         "",
         title="Server",
         description="Of back end openai, for example http://127.0.0.1:8000/v1. Its key, if any: OPENAI_API_KEY.",
-        json_schema_extra=PRACTICAL | {"pattern": "^[^@?]*$"},  # a form with a password in it is not even taken
+        json_schema_extra=PRACTICAL,
     )
     server_model: str = Field(
         "", title="Served name", description="Empty: the one model the server lists.", json_schema_extra=PRACTICAL
@@ -233,8 +242,6 @@ class GenerationConfig(Config):
     def _is_address(cls, url: str) -> str:
         if url and not re.match(r"https?://[^/]", url):
             raise ValueError(f"{url!r} is no address of a server; write it as http://127.0.0.1:8000/v1")
-        if "@" in url or "?" in url:  # parameters are kept, and shown to whoever looks
-            raise ValueError("the address holds a user or key, which would be recorded; give it as OPENAI_API_KEY")
         return url
 
     @field_validator("devices")
@@ -349,12 +356,12 @@ class ExtractionConfig(Config):
         description="Padded tokens in one pass of the verifier; at most 1,024 on a CPU, where more are slower.",
         json_schema_extra=PRACTICAL,
     )
-    storage: str = Field(
+    storage: Address = Field(
         "",
         title="Storage",
         description="Where the bulk of the hidden states lies: s3://bucket/path or gs://bucket/path, with credentials "
         "from the environment; empty: on the disk, as all else. memory:// ends with its process: not for a pipeline.",
-        json_schema_extra=PRACTICAL | {"pattern": "^(?!.*://[^/]*@)[^?#]*$"},
+        json_schema_extra=PRACTICAL,
     )
     disk_quota_gb: float = Field(
         0,
@@ -376,18 +383,13 @@ class ExtractionConfig(Config):
         description="Processes of a local Ray or Dask cluster, a shard at a time each. A running cluster has its own.",
         json_schema_extra=PRACTICAL,
     )
-    address: str = Field(
+    address: Address = Field(
         "",
         title="Cluster",
         description="Of a running Ray or Dask cluster, e.g. ray://head:10001 or tcp://scheduler:8786; empty starts a "
         "local one for the run.",
-        json_schema_extra=PRACTICAL | NOT_EVEN_TAKEN,
+        json_schema_extra=PRACTICAL,
     )
-
-    @field_validator("address")
-    @classmethod
-    def _without_password(cls, address: str) -> str:
-        return without_password(address)
 
     @model_validator(mode="after")
     def _cluster_or_not(self) -> "ExtractionConfig":
@@ -406,7 +408,7 @@ class ExtractionConfig(Config):
 
     @field_validator("storage")
     @classmethod
-    def _known_and_without_secrets(cls, url: str) -> str:
+    def _known_store(cls, url: str) -> str:
         return bucket_url(url) if url else url
 
 
@@ -597,11 +599,11 @@ class TrainingConfig(Config):
         json_schema_extra=PRACTICAL,
     )
     nodes: int = Field(1, title="Machines", ge=1, description="That train together.", json_schema_extra=PRACTICAL)
-    rendezvous: str = Field(
+    rendezvous: Address = Field(
         "",
         title="Rendezvous",
         description="host:port that all machines reach; needed for several.",
-        json_schema_extra=PRACTICAL | NOT_EVEN_TAKEN,
+        json_schema_extra=PRACTICAL,
     )
     parallel: Literal["ddp", "fsdp"] = Field(
         "ddp",
@@ -631,11 +633,6 @@ class TrainingConfig(Config):
     run_name: str = Field(
         "", title="W&B run name", description="Empty: made from the settings.", json_schema_extra=PRACTICAL
     )
-
-    @field_validator("rendezvous")
-    @classmethod
-    def _without_password(cls, rendezvous: str) -> str:
-        return without_password(rendezvous)
 
     @model_validator(mode="after")
     def _weights_have_a_tree(self) -> "TrainingConfig":

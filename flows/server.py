@@ -23,7 +23,7 @@ from urllib.error import HTTPError
 
 from filelock import FileLock, Timeout
 
-from dflash.config import without_password
+from dflash.config import without_secrets
 from dflash.manifests import HOST, home, write_atomically
 from flows import logs
 
@@ -110,9 +110,9 @@ def available() -> Iterator[str | None]:
     os.environ.update(settings())
     asked = os.environ.get("PREFECT_API_URL", "")
     try:
-        without_password(asked)
+        without_secrets(asked)
     except ValueError as error:
-        raise ValueError(f"PREFECT_API_URL: {error}, and give them as PREFECT_API_AUTH_STRING") from None
+        raise ValueError(f"PREFECT_API_URL: {error}") from None
     url = running()
     if asked and not url:
         raise ValueError(f"PREFECT_API_URL={asked}: no server answers there; start it, or unset the variable")

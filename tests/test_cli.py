@@ -2,15 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
-from dflash.config import Recipe, SourceConfig, VerifierConfig
+from dflash.config import Address, Recipe, SourceConfig, VerifierConfig
 from dflash.corpus.answering import Workers
 from dflash.corpus.records import Sampling
 from dflash.manifests import Key, find, load_manifest, publish
@@ -111,6 +114,32 @@ def test_a_servers_address_with_a_password_is_refused_and_not_repeated(monkeypat
     test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(
         ["run", "demo"], ["PREFECT_API_URL", *NO_PASSWORD, "PREFECT_API_AUTH_STRING"]
     )
+
+
+@pytest.mark.parametrize(
+    ("address", "taken"),
+    [
+        ("", True),
+        ("prompts/week-[0-9]?.jsonl", True),
+        ("hub:owner/name@main", True),
+        ("host:29400", True),
+        ("s3://bucket/me@home/part:1@2", True),
+        ("http://host:8000/v1/models@2", True),
+        ("http://me@host/v1", False),
+        ("http://me:planted@host/v1", False),
+        ("http://me:12345@host/v1", False),
+        ("s3://me:pl/anted@bucket", False),
+        ("me:planted@host:29400", False),
+        ("http://host/v1?key=planted", False),
+        ("s3://bucket/path#planted", False),
+    ],
+)
+def test_an_address_may_have_an_at_in_its_path_but_no_user_password_or_options(address: str, taken: bool) -> None:
+    """Forms ask the pattern, all else the type."""
+    kind = TypeAdapter(Address)
+    assert bool(re.search(kind.json_schema()["pattern"], address)) == taken
+    with nullcontext() if taken else pytest.raises(ValueError, match="leave them out"):
+        assert kind.validate_python(address) == address
 
 
 def test_what_was_given_is_in_no_error_that_another_process_may_log() -> None:

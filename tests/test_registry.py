@@ -237,7 +237,7 @@ def test_no_right_to_write_is_one_line_without_secrets(s3: str, drafter: Path, t
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ValueError, match="check the place and your rights there"):
         push(drafter, str(tmp_path / "file" / "registry"), champion=False)
-    with pytest.raises(ValueError, match="a URL with credentials or options") as caught:
+    with pytest.raises(ValueError, match="the address holds a user or password, or options") as caught:
         push(drafter, f"s3://key:{SECRET}@bucket/path", champion=False)
     assert SECRET not in str(caught.value)
 

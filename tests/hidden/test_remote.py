@@ -341,7 +341,7 @@ def test_credentials_are_written_nowhere(
 def test_a_url_with_credentials_is_refused_without_repeating_them(url: str) -> None:
     from flows.recipes import load_recipe
 
-    with pytest.raises(ValueError, match=r"extraction.storage: a URL with credentials or options") as caught:
+    with pytest.raises(ValueError, match=r"extraction.storage: the address holds a user or password") as caught:
         load_recipe("demo", [f"extraction.storage={url}"])
     assert SECRET not in str(caught.value)
 
