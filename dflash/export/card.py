@@ -60,7 +60,7 @@ def model_card(facts: Mapping[str, Any], *, kind: str, dtype: str) -> str:
         ),
         _data(facts["data"]),
         _training(facts["training"]),
-        _evaluation(facts["evaluation"], dtype=dtype),
+        _evaluation(facts["evaluation"]),
         "## Licence\n\nOf the data: see the table above, where it is known. The answers in it are the verifier's: its "
         "licence applies to them, and is not recorded here. No licence of the drafter itself is recorded.",
         "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in facts["versions"].items()) + "; stages "
@@ -132,7 +132,7 @@ def _training(training: Mapping[str, Any] | None) -> str:
     return markdown_table(Table("Training", ["setting", "value"], rows, said))
 
 
-def _evaluation(evaluation: Mapping[str, Any] | None, *, dtype: str) -> str:
+def _evaluation(evaluation: Mapping[str, Any] | None) -> str:
     if not evaluation:
         return "## Evaluation\n\nIt was not evaluated."
     methods = evaluation["methods"]
@@ -151,17 +151,20 @@ def _evaluation(evaluation: Mapping[str, Any] | None, *, dtype: str) -> str:
     same = (
         "as the process that evaluated it" if evaluation.get("parity_reference") == "evaluation" else "as in training"
     )
+    temperature = evaluation.get("temperature", 0)
+    other = evaluation.get("parity_report", evaluation["report"])
     said = [
         "Acceptance length, 1 + accepted / rounds, with its 95 % interval. A round is one draft and one verification; "
         "engines draft the chain, tree N needs an engine that verifies trees.",
+        *([f"The verifier's answers were drawn at temperature {temperature:g}."] if temperature else []),
         f"Weak: {', '.join(weak)} (their interval of the chain lies below the number of all responses)."
         if weak
         else "Weak: no category's interval of the chain lies below the number of all responses.",
         f"A process of its own, given the folder, drafted {parity['agreement']:.1%} of {parity['compared']:,} tokens "
-        f"{same}."
+        f"{same}{'' if other == evaluation['report'] else f' (report `{other}`)'}."
         if parity and parity["compared"]
         else UNCHECKED,
-        *_cast(evaluation, dtype=dtype),
+        *_cast(evaluation),
         *(note for note in evaluation["notes"] if note != UNCHECKED),
         f"Report: `{evaluation['report']}`.",
     ]
@@ -169,10 +172,13 @@ def _evaluation(evaluation: Mapping[str, Any] | None, *, dtype: str) -> str:
     return markdown_table(Table("Evaluation", header, rows, " ".join(said)))
 
 
-def _cast(evaluation: Mapping[str, Any], *, dtype: str) -> list[str]:
+def _cast(evaluation: Mapping[str, Any]) -> list[str]:
     """What table and gate are of, where that is not what is in the folder. Evaluation casts to the verifier's dtype."""
-    stored, run = evaluation.get("weights", dtype), (evaluation["conditions"] or {}).get("dtype")
-    if dtype == stored:
+    casts, run = evaluation.get("casts"), (evaluation["conditions"] or {}).get("dtype")
+    if not casts:
         return []
-    measured = "which comes to the same" if dtype == run else "which were not measured"
-    return [f"All this is of weights in {stored}, run in {run or UNKNOWN}; here they are cast to {dtype}, {measured}."]
+    measured = "which comes to the same" if casts == [run] else "which were not measured"
+    return [
+        f"All this is of weights in {evaluation.get('weights', UNKNOWN)}, run in {run or UNKNOWN}; here they are cast "
+        f"to {', then to '.join(casts)}, {measured}."
+    ]

@@ -91,7 +91,7 @@ def export_drafter(
             "the drafter rotates %g of each head: engines that build on Transformers' Qwen3 rotate all of it",
             config.rope["partial_rotary_factor"],
         )
-    facts = facts_of(drafter, config, pinned, made, name=name, stored=stored)
+    facts = facts_of(drafter, config, pinned, made, name=name, dtypes=[stored, dtype])
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder.parent, folder.name)
     aside = folder.parent / f".{folder.name}.{HOST}.{os.getpid()}"

@@ -3,7 +3,7 @@
 Reads manifests and reports, no weights. What is not known (any more) is null.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import PurePath
@@ -31,15 +31,17 @@ def report_on(drafter: Manifest, made: Lineage) -> tuple[str, dict[str, Any]] | 
     """Key and record of the report that speaks for a drafter (`reports_on`); None where there is none of this version.
 
     Its parity is that of the first report whose gate passed, if any did: that is about the drafter, not about prompts.
+    `parity_report` is the key of that one.
     """
     found = ((m.key, dict(load_evaluated(m.path).report)) for m in reports_on(drafter, made.manifests))
     reports = ((key, report) for key, report in found if report["schema_version"] == REPORT_VERSION)
     if not (first := next(reports, None)):
         return None
     key, record = first
-    parities = (report["parity"] for _, report in chain([first], reports))
-    passed = (parity for parity in parities if parity and parity["compared"] and not parity["defect"])
-    return key, record | {"parity": next(passed, record["parity"])}
+    gates = ((of, report["parity"]) for of, report in chain([first], reports))
+    passed = ((of, gate) for of, gate in gates if gate and gate["compared"] and not gate["defect"])
+    parity_report, parity = next(passed, (key, record["parity"]))
+    return key, record | {"parity": parity, "parity_report": parity_report}
 
 
 def is_record(found: object) -> TypeGuard[dict[str, Any]]:
@@ -57,16 +59,27 @@ def is_hub_id(name: str, revision: str | None) -> bool:
 
 
 def facts_of(
-    drafter: Manifest, config: DrafterConfig, verifier: PinnedVerifier, made: Lineage, *, name: str, stored: str
+    drafter: Manifest,
+    config: DrafterConfig,
+    verifier: PinnedVerifier,
+    made: Lineage,
+    *,
+    name: str,
+    dtypes: Sequence[str],
 ) -> dict[str, Any]:
     """The record that goes with an exported drafter as provenance.json; `name` is what the verifier is called there,
-    `stored` the dtype of the weights that it was trained with or imported with.
+    `dtypes` are those of the weights as they lie here and as they are exported.
     """
-    found = report_on(drafter, made)
-    evaluation = _evaluation(*found, reference=REFERENCE in drafter.files, stored=stored) if found else None
-    origin = drafter.summary.get("provenance")
+    found, origin = report_on(drafter, made), drafter.summary.get("provenance")
+    evaluation = None
+    if found:
+        evaluation = _evaluation(*found, reference=REFERENCE in drafter.files, weights=dtypes[0])
+    elif is_record(origin):
+        evaluation = origin.get("evaluation")
+    if evaluation:
+        evaluation = evaluation | {"casts": _casts(evaluation, dtypes)}
     if is_record(origin):  # it was imported, and came with a record of its own
-        return dict(origin) | ({"evaluation": evaluation} if evaluation else {})
+        return origin | {"evaluation": evaluation}
     sources = {}
     step: Manifest | None = drafter
     while step:
@@ -138,13 +151,13 @@ def shown(name: str) -> str:
     return name if name.startswith((PREFIX, PACKAGE, HUB)) else PurePath(name).name
 
 
-def _evaluation(key: str, report: Mapping[str, Any], *, reference: bool, stored: str) -> dict[str, Any]:
+def _evaluation(key: str, report: Mapping[str, Any], *, reference: bool, weights: str) -> dict[str, Any]:
     """`reference`: whether training left what it drafted, without which the parity gate compares with the evaluation's
-    own drafts, of the same folder.
+    own drafts, of the same folder. `weights` is the dtype of what it measured.
     """
     return {
         "report": key,
-        "weights": stored,
+        "weights": weights,
         "methods": report["methods"],
         "categories": {
             name: {
@@ -154,10 +167,21 @@ def _evaluation(key: str, report: Mapping[str, Any], *, reference: bool, stored:
         },
         "weak": weak_categories(report),
         "conditions": report.get("evaluated"),
+        "temperature": report["conditions"]["temperature"],
         "parity": report["parity"],
+        "parity_report": report["parity_report"],
         "parity_reference": "training" if reference else "evaluation",
         "notes": report["notes"],
     }
+
+
+def _casts(evaluation: Mapping[str, Any], dtypes: Sequence[str]) -> list[str]:
+    """What the weights that were measured have been cast to since, one after the other: a cast may round for good."""
+    path = [evaluation.get("weights", dtypes[0]), *evaluation.get("casts", [])]
+    for dtype in dtypes:
+        if dtype != path[-1]:
+            path.append(dtype)
+    return path[1:]
 
 
 def weak_categories(report: Mapping[str, Any]) -> list[str]:

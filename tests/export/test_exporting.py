@@ -140,6 +140,14 @@ def test_a_card_names_the_hub_id_of_its_verifier(drafter: Artifact, tmp_path: Pa
     assert "\nbase_model: Qwen/Qwen3-8B\n---" in model_card(facts, kind="dflash", dtype="bfloat16")
 
 
+def test_a_card_says_at_which_temperature_its_figures_were_drawn(drafter: Artifact, tmp_path: Path) -> None:
+    facts = json.loads((export_drafter(drafter.key, tmp_path / "out", **AS_IS) / PROVENANCE).read_text())
+    assert facts["evaluation"]["temperature"] == 0
+    assert "temperature" not in model_card(facts, kind="dflash", dtype="float32").partition("## Evaluation")[2]
+    facts["evaluation"]["temperature"] = 0.7
+    assert "answers were drawn at temperature 0.7." in model_card(facts, kind="dflash", dtype="float32")
+
+
 def test_a_relative_folder_of_a_verifier_is_no_hub_id(
     made: Made, drafter: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,7 +240,9 @@ def test_a_check_on_other_prompts_neither_bars_a_drafter_nor_gives_its_figures(m
         assert (evaluation["report"], evaluation["methods"]) == (report.key, ["chain", "tree4"])
         assert evaluation["parity"]["compared"]
         card = (folder / "README.md").read_text()
-        assert "drafted 100.0% of" in card
+        gate = evaluation["parity_report"]
+        assert (gate == report.key) == (found is checked)
+        assert ("drafted 100.0% of" in card, f"(report `{gate}`)" in card) == (True, found is unchecked)
         assert "not checked that another process" not in card
 
 
@@ -249,6 +259,9 @@ def test_figures_are_of_the_weights_that_were_measured_also_where_a_cast_one_com
     assert said in card(drafter, "bfloat16")
     back = import_drafter(tmp_path / f"{drafter.key}-bfloat16", made.verifier, block_size=0)
     assert said in card(back, "")
+    assert "cast to bfloat16, then to float32, which were not measured" in card(back, "float32")
+    again = import_drafter(tmp_path / f"{back.key}-float32", made.verifier, block_size=0)
+    assert "cast to bfloat16, then to float32, which were not measured" in card(again, "")
     halves = json.loads((tmp_path / f"{drafter.key}-bfloat16" / PROVENANCE).read_text())
     halves["evaluation"]["conditions"]["dtype"] = "bfloat16"
     assert "cast to bfloat16, which comes to the same." in model_card(halves, kind="dflash", dtype="bfloat16")
