@@ -7,6 +7,7 @@ import pytest
 import torch
 from decoding_small import LAYERS, make_drafter, make_ends, make_row, make_verifier
 
+from dflash.corpus.records import Sampling
 from dflash.decoding.evaluation import Answer, _compared
 from dflash.decoding.live import decode
 from dflash.decoding.near_ties import NEAR_TIE, coarser, divergence
@@ -46,7 +47,9 @@ class Twins:
             storage_dtype="float32",
         )  # fmt: skip
         answer = Answer(PROMPT, stored, len(stored))
-        return _compared(self.verifier, response, answer, decoded, method="chain", dtype=dtype)
+        return _compared(
+            self.verifier, response, answer, decoded, method="chain", dtype=dtype, sampling=Sampling(len(stored))
+        )
 
 
 @pytest.fixture(scope="module")
