@@ -28,7 +28,7 @@ lint: install
 	! grep -rn '@@' README.md
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # tokenization, padding and runs, memory of collection: minutes on a quiet machine. DATA: your own JSONL files
 DATA :=

@@ -24,18 +24,17 @@ os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
 os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist, which writes the groups into the names
+LONGEST = [
+    "test_up", "test_interruption", "test_pipeline", "test_nightly", "test_housekeeping", "test_ranks",
+    "test_deployments", "test_documents", "test_reaper", "test_judging", "test_evaluation", "test_runners",
+]  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file runs in one process, so that what it sets up is set up once; the longest first."""
-    longest = ["up", "flows"]
-
-    def place(item: pytest.Item) -> int:
-        group = item.get_closest_marker("xdist_group")
-        if group is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        return longest.index(group.args[0]) if group and group.args[0] in longest else len(longest)
-
-    items.sort(key=place)
+    """A process takes a file as a whole, so that what it sets up is set up once; the longest first, so that all end
+    together.
+    """
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def free_port() -> int:

@@ -18,7 +18,6 @@ from flows.automations import ALERTS, BLOCK, apply
 
 pytestmark = [
     pytest.mark.usefixtures("prefect_server"),
-    pytest.mark.xdist_group("flows"),
     pytest.mark.filterwarnings("ignore:'imghdr' is deprecated:DeprecationWarning"),  # of what sends to Slack
 ]
 

@@ -21,7 +21,6 @@ PROJECT = recipes.prefect_yaml().parent
 KNOWN = recipes.registered(recipes.prefect_yaml())
 FLOWS = ["pipeline", "prepare-data", "train-drafter", "evaluate", "nightly-evaluation"]
 PUBLISHED = "evaluate/evaluate-published"  # of no recipe: nothing is trained
-pytestmark = pytest.mark.xdist_group("flows")
 
 
 def test_every_flow_is_there_for_every_recipe() -> None:

@@ -274,7 +274,6 @@ def test_the_table_of_settings_is_that_of_the_configuration() -> None:
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.xdist_group("flows")
 def test_cheap_commands_run(tmp_path: Path) -> None:
     """Each `dflash` line of README and docs that takes seconds, on a small demo; `up` and `down` are in test_up.py."""
     lines = [command.line.partition("dflash ")[2] for command in commands() if command.words[0] == "dflash"]

@@ -313,7 +313,6 @@ def test_gc_deletes_only_when_told_to(home: Path) -> None:
     assert not list((home / "artifacts").glob(f"*/*/{line.report.key}"))
 
 
-@pytest.mark.xdist_group("flows")
 @pytest.mark.timeout(600)
 def test_after_gc_a_run_of_what_was_kept_makes_nothing_again(tmp_path: Path, prefect_server: str) -> None:
     """Two real runs; what only the older one needs goes."""

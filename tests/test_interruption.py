@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from dflash.manifests import load_manifest
 
-pytestmark = [pytest.mark.xdist_group("flows"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 class Command:

@@ -31,7 +31,6 @@ small()
 """
 
 
-@pytest.mark.xdist_group("flows")
 def test_every_line_is_one_json_object_that_names_its_run(prefect_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(logs.VARIABLE, "json")
     environment = {**os.environ, **server.settings(), "PREFECT_API_URL": prefect_server}

@@ -182,7 +182,6 @@ def test_the_kubernetes_template_mounts_every_volume_and_asks_for_gpus() -> None
     assert (job["kind"], pod["restartPolicy"]) == ("Job", "Never")
 
 
-@pytest.mark.xdist_group("flows")
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_server_makes_a_pool_of_a_template(path: Path, prefect_server: str) -> None:
     from prefect.client.orchestration import get_client
@@ -229,7 +228,6 @@ contend()
 """
 
 
-@pytest.mark.xdist_group("flows")
 @pytest.mark.timeout(300)
 def test_of_tasks_that_all_want_the_gpu_a_limit_lets_one_in_at_a_time(prefect_server: str, tmp_path: Path) -> None:
     from prefect.client.orchestration import get_client

@@ -30,7 +30,7 @@ from flows.recipes import load_recipe
 from flows.steps import CURRENT, RunRecord
 from tests.training.test_tracking import offline_runs
 
-pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.xdist_group("flows")]
+pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 class Nights:

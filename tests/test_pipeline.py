@@ -29,7 +29,7 @@ ALL = [
     "evaluation-generation", "evaluation-tokenization", "evaluation-extraction",
     "training", "evaluation",
 ]  # fmt: skip
-pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.xdist_group("flows")]
+pytestmark = pytest.mark.usefixtures("prefect_server")
 
 
 class Runs:

@@ -9,7 +9,6 @@ from tasks.progress import reporter
 
 
 @pytest.mark.usefixtures("prefect_server")
-@pytest.mark.xdist_group("flows")
 def test_progress_is_shown_of_what_takes_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     @flow(persist_result=False)
     def steps() -> str:

@@ -21,7 +21,7 @@ from dflash.manifests import HOST
 from flows import reaper, watch
 from tests.test_interruption import Command
 
-pytestmark = [pytest.mark.xdist_group("flows"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 @flow

@@ -29,7 +29,7 @@ from flows.runners import gpus_wanted, one_after_another, runner_of
 from flows.steps import RunRecord, Steps
 from tests.hidden.hidden_small import make_corpus, pinned, save_verifier
 
-pytestmark = [pytest.mark.usefixtures("prefect_server"), pytest.mark.xdist_group("flows")]
+pytestmark = pytest.mark.usefixtures("prefect_server")
 CLUSTERS = [
     pytest.param(name, marks=pytest.mark.skipif(not find_spec(f"prefect_{name}"), reason=f"prefect-{name} is missing"))
     for name in ("ray", "dask")

@@ -37,7 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "evaluation": {"max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
 }
 CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.xdist_group("up"), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 
 class Stack:
