@@ -21,6 +21,7 @@ from dflash.pinning import (
     pin,
     tap_layers,
 )
+from dflash.training.planning import check_drafter
 
 
 @pytest.fixture
@@ -214,6 +215,17 @@ def test_impossible_taps_are_refused() -> None:
 
 def training(mask_token_id: int) -> TrainingConfig:
     return TrainingConfig.model_validate({"mask_token_id": mask_token_id})
+
+
+def test_every_rope_that_drafters_know_is_allowed_and_others_are_refused_before_anything_runs(folder: Path) -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16, "rms_norm_eps": 1e-6}
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    for rope in ({}, llama3, {"rope_type": "yarn", "factor": 4.0}, {"full_attention": {"rope_type": "default"}}):
+        rewrite(folder / "config.json", **heads, max_position_embeddings=64, rope_parameters=rope)
+        check_drafter(training(19), pinned(folder), [1, 4])
+    rewrite(folder / "config.json", rope_parameters={"rope_type": "longrope"})
+    with pytest.raises(ValueError, match=r"^training: RoPE of type 'longrope' is not supported, only default, linear,"):
+        check_drafter(training(19), pinned(folder), [1, 4])
 
 
 def test_the_mask_token_means_nothing_else(folder: Path) -> None:

@@ -247,7 +247,7 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
     if kind not in FIELDS:
-        raise ValueError(f"config.json: RoPE of type {kind!r} is not supported, only {', '.join(FIELDS)}")
+        raise ValueError(f"RoPE of type {kind!r} is not supported, only {', '.join(FIELDS)}")
     theta = given.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
     partial = given.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
     rope = {"rope_type": kind, "rope_theta": float(theta), "partial_rotary_factor": float(partial)}
@@ -255,7 +255,7 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     if length := settings.get("original_max_position_embeddings"):
         known["original_max_position_embeddings"] = length
     if missing := [name for name in FIELDS[kind] if known.get(name) is None]:
-        raise ValueError(f"config.json: RoPE of type {kind!r} lacks {', '.join(missing)}")
+        raise ValueError(f"RoPE of type {kind!r} lacks {', '.join(missing)}")
     rope |= {name: known[name] for name in FIELDS[kind]}
     return rope | _yarn_defaults(known) if kind == "yarn" else rope
 
