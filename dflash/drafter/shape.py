@@ -13,8 +13,8 @@ from typing import Any
 from dflash.drafter.published import DEFAULT_EPS, FULL, SLIDING, Published, checked
 
 INITIAL_STD = 0.02
-DEFAULT_THETA = 10_000.0
-FIELDS = {
+ROPE_THETA = 10_000.0
+ROPE_FIELDS = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -240,23 +240,23 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
 
     Where layer types have different ones, those of full attention. Sections of a multimodal RoPE are left out: the
     three positions of a text token are equal, so that all sections rotate alike. Raises ValueError for kinds that are
-    not in FIELDS, and for numbers that are missing.
+    not in ROPE_FIELDS, and for numbers that are missing.
     """
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     given = given.get("full_attention") or given
     kind = given.get("rope_type") or given.get("type") or "default"
     kind = "default" if kind == "mrope" else kind
-    if kind not in FIELDS:
-        raise ValueError(f"RoPE of type {kind!r} is not supported, only {', '.join(FIELDS)}")
-    theta = given.get("rope_theta") or settings.get("rope_theta") or DEFAULT_THETA
+    if kind not in ROPE_FIELDS:
+        raise ValueError(f"RoPE of type {kind!r} is not supported, only {', '.join(ROPE_FIELDS)}")
+    theta = given.get("rope_theta") or settings.get("rope_theta") or ROPE_THETA
     partial = given.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
     rope = {"rope_type": kind, "rope_theta": float(theta), "partial_rotary_factor": float(partial)}
     known = {"original_max_position_embeddings": settings.get("max_position_embeddings")} | given
     if length := settings.get("original_max_position_embeddings"):
         known["original_max_position_embeddings"] = length
-    if missing := [name for name in FIELDS[kind] if known.get(name) is None]:
+    if missing := [name for name in ROPE_FIELDS[kind] if known.get(name) is None]:
         raise ValueError(f"RoPE of type {kind!r} lacks {', '.join(missing)}")
-    rope |= {name: known[name] for name in FIELDS[kind]}
+    rope |= {name: known[name] for name in ROPE_FIELDS[kind]}
     return rope | _yarn_defaults(known) if kind == "yarn" else rope
 
 
