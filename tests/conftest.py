@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # before anything imports Prefect or asks for the data root
 _ROOT = tempfile.mkdtemp(prefix="dflash-tests-")
@@ -23,6 +24,9 @@ os.environ["PREFECT_LOGGING_LEVEL"] = "ERROR"
 os.environ["PREFECT_LOGGING_TO_API_ENABLED"] = "false"
 os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "ERROR"
 
+# the same examples in every run, and a busy machine is no failure; `--hypothesis-profile default` looks for new ones
+settings.register_profile("gate", deadline=None, derandomize=True)
+settings.load_profile("gate")
 
 LONGEST = [
     "test_up", "test_interruption", "test_pipeline", "test_nightly", "test_housekeeping", "test_ranks",

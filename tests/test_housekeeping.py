@@ -214,7 +214,7 @@ def test_a_damaged_artifact_that_is_needed_stays_for_its_whole_parts(home: Path)
     assert collect(last=0) == line.all()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_there_is_what_is_kept_is_whole_and_has_all_it_was_made_from(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -19,10 +18,6 @@ CHAT_TEMPLATE = (
     "<|start|>{{ message.role }}\n{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
-
-
-settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
-settings.load_profile("no deadline")
 
 
 @pytest.fixture(autouse=True)

@@ -92,7 +92,7 @@ def distributions(draw: st.DrawFn) -> torch.Tensor:
     return (torch.randn(3, num_slots, vocab, generator=generator) * scale).log_softmax(-1)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(logprobs_BSV=many_ties() | distributions(), budget=st.sampled_from(BUDGETS))
 def test_the_tree_is_the_most_probable_prefixes(logprobs_BSV: torch.Tensor, budget: int) -> None:
     trees = tree_of(logprobs_BSV, budget)
@@ -101,7 +101,7 @@ def test_the_tree_is_the_most_probable_prefixes(logprobs_BSV: torch.Tensor, budg
         assert prefixes(trees, block) == brute_force(logprobs_SV)[:budget]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(logprobs_BSV=many_ties() | distributions())
 def test_the_first_nodes_of_a_tree_are_the_smaller_tree(logprobs_BSV: torch.Tensor) -> None:
     largest = tree_of(logprobs_BSV, BUDGETS[-1])
@@ -111,7 +111,7 @@ def test_the_first_nodes_of_a_tree_are_the_smaller_tree(logprobs_BSV: torch.Tens
             assert prefixes(smaller, block) == prefixes(largest, block)[:budget]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(logprobs_BSV=many_ties() | distributions(), data=st.data())
 def test_a_budget_accepts_the_label_prefixes_in_its_tree_and_never_fewer_than_a_smaller_one(
     logprobs_BSV: torch.Tensor, data: st.DataObject
@@ -134,7 +134,7 @@ def test_a_budget_accepts_the_label_prefixes_in_its_tree_and_never_fewer_than_a_
         before = accepted
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(logprobs_BSV=distributions())
 def test_a_tree_as_big_as_the_chain_expects_to_accept_at_least_as_much(logprobs_BSV: torch.Tensor) -> None:
     num_slots = logprobs_BSV.shape[1]
@@ -161,7 +161,7 @@ def test_blocks_do_not_see_each_other() -> None:
         assert prefixes(tree_of(logprobs_BSV[block : block + 1], 20), 0) == prefixes(together, block)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(logprobs_BSV=many_ties(), data=st.data())
 def test_top_tokens_are_sorted_and_ties_go_to_the_lowest_id(logprobs_BSV: torch.Tensor, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, logprobs_BSV.shape[-1]))

@@ -11,7 +11,7 @@ from dflash.decoding.acceptance import walk_rounds
 from dflash.decoding.sampling import Sampling, expected_rounds, kept
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_anchors=st.integers(0, 3), num_slots=st.integers(1, 3), seed=st.integers(0, 10**6))
 def test_expected_rounds_are_the_mean_over_everything_that_can_be_kept(
     num_anchors: int, num_slots: int, seed: int

@@ -30,7 +30,7 @@ def test_an_anchor_is_supervised_opens_a_supervised_slot_and_has_context():
 
 
 @given(masks, st.integers(1, 14), st.integers(0, 5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sampled_anchors_are_legal_distinct_ascending_and_as_many_as_there_can_be(rows, num_anchors, seed):
     mask, documents = pack(rows)
     anchors = sample_anchors(mask, documents, num_anchors=num_anchors, generators=generators(len(rows), seed=seed))
@@ -43,7 +43,7 @@ def test_sampled_anchors_are_legal_distinct_ascending_and_as_many_as_there_can_b
 
 
 @given(masks, st.integers(1, 14))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_document_meets_the_same_anchors_whatever_its_company(rows, num_anchors):
     mask, documents = pack(rows)
     together = sample_anchors(mask, documents, num_anchors=num_anchors, generators=generators(len(rows)))

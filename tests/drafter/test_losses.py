@@ -181,7 +181,7 @@ def test_tree_weights_rise_with_the_budget_and_fall_with_a_rank_and_stay_finite(
     assert weigh("tree")[0][0, 1] < weigh("tree", ranks=RANKS.clamp(max=2))[0][0, 1]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(2, 7))
 def test_no_tree_takes_a_label_prefix_before_the_nodes_that_its_ranks_demand(seed: int, slots: int, vocab: int):
     generator = torch.Generator().manual_seed(seed)

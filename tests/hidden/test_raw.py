@@ -101,7 +101,7 @@ def test_a_group_is_zarrs(tmp_path: Path) -> None:
     assert [name for name, _ in group.arrays()] == ["a"]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_run_of_rows_is_read_from_any_layout(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     num_rows, chunk = data.draw(st.integers(1, 60)), data.draw(st.integers(1, 9))

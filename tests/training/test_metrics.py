@@ -82,7 +82,7 @@ def best_prefixes(values: list[list[float]], budget: int) -> list[tuple[float, t
     return taken
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(2, 6), st.integers(1, 40))
 def test_accepted_and_expected_lengths_are_those_of_the_best_first_tree(seed: int, slots: int, vocab: int, budget: int):
     generator = torch.Generator().manual_seed(seed)
