@@ -1,12 +1,11 @@
 """Drafters that are there already: those that a recipe has made, and any other by its name. Trains none."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash import keys
 from dflash.config import Recipe
-from dflash.housekeeping import Lineage, lineage
+from dflash.lineage import Lineage, lineage
 from dflash.manifests import MANIFEST, Artifact, Key, Manifest, home, load_manifest, verify
 from dflash.pinning import PinnedVerifier
 
@@ -35,15 +34,7 @@ def _named(name: str, verifier: PinnedVerifier) -> Manifest:
         from dflash.export.importing import import_drafter  # loads torch, which those made here do without
 
         return load_manifest(import_drafter(folder, verifier, block_size=0).path)
-    if folder.is_dir():
-        found = load_manifest(folder)
-        if found.path.resolve() != folder.resolve():
-            raise ValueError(f"{name}: a copy of {found.key}; move it to {found.path}, where its report can name it")
-    else:
-        found = lineage().find(name)
-    if found.stage != "training":
-        raise ValueError(f"{name}: {found.key} is no drafter; dflash ls shows those that are there, as training-…")
-    return found
+    return lineage().drafter(name)
 
 
 def _newest(recipe: Recipe, verifier: PinnedVerifier) -> Manifest:
@@ -66,7 +57,7 @@ def _is_of(recipe: Recipe, drafter: Manifest, made: Lineage) -> bool:
     What the prompt files hold may have changed: a recipe with this week's prompts is the same recipe.
     """
     wanted = _settings(recipe)
-    for equal in _ancestry(drafter, made):
+    for equal in made.ancestry([drafter]):
         same = [one for one in equal if one.config == wanted[one.stage]]
         if equal[0].stage == "prompts":
             names = _source_names(keys.prompts_key(recipe.generation))
@@ -80,16 +71,6 @@ def _source_names(prompts: Key | Manifest) -> set[str]:
     """Of the files and data sets that prompts are collected from, whatever these hold."""
     listed = [text.split(",") for name, text in prompts.inputs.items() if name.startswith("prompts[")]
     return {one.rpartition(":")[0] for names in listed for one in names}
-
-
-def _ancestry(drafter: Manifest, made: Lineage) -> Iterator[list[Manifest]]:
-    """The drafter, its hidden states, their corpus, and so on; several of equal content count as one."""
-    current = [drafter]
-    while current:
-        yield current
-        inputs = ("hidden_states", "corpus", "conversations", "prompts")
-        names = [one.inputs[name] for one in current for name in inputs if name in one.inputs]
-        current = made.inputs(names)
 
 
 def _settings(recipe: Recipe) -> dict[str, dict[str, Any]]:

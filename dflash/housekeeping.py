@@ -1,4 +1,4 @@
-"""What lies under the data root, what was made from what, and what may go. Knows no stage's files and no Prefect.
+"""What lies under the data root, and what of it may go. Knows no stage's files and no Prefect.
 
 Kept is what someone may come back to, and all that it was made from: the champions and the newest drafters with their
 reports, what was used lately, and what a run uses now. A run says that it is active by a lock that the operating system
@@ -21,7 +21,8 @@ from pydantic import BaseModel
 
 from dflash.corpus.chunks import CHUNKS
 from dflash.decoding.champions import champion_of
-from dflash.manifests import DAMAGED_MANIFEST, HOST, MANIFEST, Manifest, home, is_running, manifests
+from dflash.lineage import Lineage, is_chunk, lineage
+from dflash.manifests import HOST, Manifest, home, is_running
 
 DAY = 86_400.0
 GB = 10**9
@@ -38,77 +39,6 @@ class Item(BaseModel):
     bytes: int
     used: float
     keep: str = ""
-
-
-# --- what was made from what
-
-
-class Lineage:
-    """All artifacts there are, and which was made from which."""
-
-    def __init__(self, found: Sequence[Manifest]) -> None:
-        self.manifests = list(found)
-        self._named: dict[str, list[Manifest]] = {}  # by what others call it in their inputs
-        for manifest in found:
-            files = (record.sha256 for record in manifest.files.values()) if manifest.stage == "training" else ()
-            for name in {manifest.key, manifest.identity, *files}:
-                self._named.setdefault(name, []).append(manifest)
-
-    def inputs(self, names: Iterable[str]) -> list[Manifest]:
-        """The artifacts that are called so as inputs: by key, by content, or by a file of a drafter to start from."""
-        return list({m.key: m for name in names for m in self._named.get(name, ())}.values())
-
-    def used_by(self, manifest: Manifest) -> list[Manifest]:
-        """The artifacts made from it."""
-        return [one for one in self.manifests if manifest in self.inputs(one.inputs.values())]
-
-    def chunks(self, conversations: Manifest) -> list[Manifest]:
-        """The chunks of answers that conversations may be put together from: of the same questions to the verifier."""
-        if conversations.stage != "generation" or "prompts" not in conversations.inputs:
-            return []
-        return [one for one in self.manifests if is_chunk(one) and _asking(one) == _asking(conversations)]
-
-    def find(self, prefix: str) -> Manifest:
-        """The artifact whose fingerprint, or its hash alone, begins so. Raises ValueError where not just one does."""
-        found = [m for m in self.manifests if m.key.startswith(prefix) or m.key.rpartition("-")[2].startswith(prefix)]
-        exact = [manifest for manifest in found if manifest.key == prefix]
-        if len(exact or found) == 1:
-            return (exact or found)[0]
-        if found:
-            raise ValueError(f"{prefix}: several begin so; give more of {', '.join(sorted(m.key for m in found))}")
-        raise ValueError(f"{prefix}: no artifact begins so under {home()}; dflash ls shows them")
-
-
-def lineage() -> Lineage:
-    """Of all artifacts under the data root, chunks of answers too. Unreadable ones are warned of."""
-    return Lineage([*manifests(), *_read((home() / CHUNKS).glob(f"*/{MANIFEST}"))])
-
-
-def _set_aside() -> list[Manifest]:
-    """Of the artifacts that a check found damaged: their whole parts are still worth what they cost."""
-    artifacts = home() / "artifacts"
-    paths = [*artifacts.glob(f"*/*/{DAMAGED_MANIFEST}"), *(home() / CHUNKS).glob(f"*/{DAMAGED_MANIFEST}")]
-    return _read(path for path in paths if not path.with_name(MANIFEST).exists())
-
-
-def _read(paths: Iterable[Path]) -> list[Manifest]:
-    found = []
-    for path in paths:
-        try:
-            found.append(Manifest.model_validate_json(path.read_bytes()))
-        except (FileNotFoundError, ValueError):  # gone meanwhile, unreadable: whoever needs it says so
-            continue
-    return found
-
-
-def is_chunk(manifest: Manifest) -> bool:
-    return manifest.location.startswith(f"{CHUNKS}/")
-
-
-def _asking(manifest: Manifest) -> tuple[object, ...]:
-    config = {name: value for name, value in manifest.config.items() if name != "chunk"}
-    inputs = {name: value for name, value in manifest.inputs.items() if name not in ("conversations", "prompts")}
-    return manifest.recipe, config, inputs
 
 
 # --- runs that are active
@@ -151,7 +81,7 @@ def survey(*, days: float, last: int) -> list[Item]:
     Kept are champions and the `last` newest drafters with their reports, what was used in the last `days` days, what
     active runs use, and all that was made from. Raises ValueError where it cannot be known who the champions are.
     """
-    made = Lineage([*lineage().manifests, *_set_aside()])
+    made = lineage(set_aside=True)
     begun = oldest_active_run()
     recent = min(time.time() - days * DAY, begun - 1)
     why: dict[str, str] = {}
@@ -322,13 +252,6 @@ def usage_and_quota() -> tuple[int, int | None]:
 def over_quota(used: int, quota: int) -> str:
     """What to say when there is more than the quota."""
     return f"{home()} holds {used / GB:.3g} GB, more than the {quota / GB:g} GB of {QUOTA}; dflash gc shows what may go"
-
-
-def tree_roots(made: Lineage) -> list[Manifest]:
-    """What nothing was made from, newest first: reports, mostly."""
-    used = {one.key for manifest in made.manifests for one in made.inputs(manifest.inputs.values())}
-    roots = [manifest for manifest in made.manifests if manifest.key not in used and not is_chunk(manifest)]
-    return sorted(roots, key=lambda manifest: manifest.created, reverse=True)
 
 
 def facts(manifest: Manifest, made: Lineage) -> Mapping[str, object]:

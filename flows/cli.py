@@ -26,7 +26,7 @@ from dflash.config import EvaluationConfig, Recipe, Step
 from flows import logs, recipes, server
 
 if TYPE_CHECKING:
-    from dflash.housekeeping import Lineage
+    from dflash.lineage import Lineage
     from dflash.manifests import Manifest
     from flows.steps import RunRecord
 
@@ -172,6 +172,7 @@ def list_artifacts(
 ) -> None:
     """List the artifacts: stage, fingerprint, size, age and what they were made from."""
     from dflash import housekeeping  # loads polars
+    from dflash.lineage import lineage
 
     with usage_errors():
         used, quota = housekeeping.usage_and_quota()
@@ -193,15 +194,13 @@ def list_artifacts(
                 "path": str(manifest.path),
             }
         )
-    out.print(_lineage_tree(housekeeping.lineage()) if as_tree else table)
+    out.print(_lineage_tree(lineage()) if as_tree else table)
     if as_json:
         print(json.dumps({"artifacts": rows}), flush=True)
 
 
 def _lineage_tree(made: "Lineage") -> Tree:
     """Reports on top, what they were made from below; what is shown a second time has its inputs where it was first."""
-    from dflash.housekeeping import tree_roots
-
     shown: set[str] = set()
 
     def grow(above: Tree, manifest: "Manifest", name: str) -> None:
@@ -217,7 +216,7 @@ def _lineage_tree(made: "Lineage") -> Tree:
                 branch.add(f"{input}: {value[:32]}")
 
     tree = Tree(str(manifests.home()))
-    for root in tree_roots(made):
+    for root in made.roots():
         grow(tree, root, "")
     return tree
 
@@ -229,9 +228,10 @@ def show(
 ) -> None:
     """Show one artifact: its configuration, what it was made from, what was made from it, and what came out."""
     from dflash import housekeeping
+    from dflash.lineage import lineage
 
     with usage_errors():
-        made = housekeeping.lineage()
+        made = lineage()
         facts = housekeeping.facts(made.find(fingerprint), made)
     table = _table("what", "value", title=str(facts["fingerprint"]))
     for name, value in facts.items():

@@ -151,8 +151,8 @@ def test_a_drafter_is_found_by_name_and_anything_else_is_refused(runs: Runs, tmp
     for name, message in {
         "training-0123": "training-0123: no artifact begins so",
         runs.folder("evaluation").name: "evaluation-.* is no drafter; dflash ls",
-        str(tmp_path / "copy"): "a copy of training-.*; move it to ",
-        str(tmp_path): "no manifest.json",
+        str(tmp_path / "copy"): "copy is not .*, where training-.* of this data root lies; import it",
+        str(tmp_path): "holds no manifest.json",
     }.items():
         with pytest.raises(ValueError, match=message):
             drafter_of(runs.recipe, verifier, name=name)

@@ -35,6 +35,7 @@ from dflash.drafter.export import load_drafter
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import HiddenStates, RowStates
 from dflash.keys import evaluation_key
+from dflash.lineage import lineage
 from dflash.manifests import Artifact, Manifest, Progress, load_manifest, publish, silent
 from dflash.pinning import PinnedVerifier, num_tokens
 from dflash.verifier import Verifier, load_verifier
@@ -127,12 +128,13 @@ def evaluate(
         sampling=Sampling(config.max_new_tokens, temperature=config.temperature, seed=config.seed),
     )
 
-    evaluated_under = provenance.conditions(hidden_states.identity, dtype=verifier.dtype, chat=store.info["chat"])
+    made = lineage()
+    evaluated_under = provenance.conditions(made, hidden_states.identity, dtype=verifier.dtype, chat=store.info["chat"])
     trained_on = trained.inputs.get("hidden_states", "")  # an imported drafter has none
     trained_under = provenance.conditions(
-        trained_on, dtype=trained.summary["verifier"]["dtype"], chat=trained.summary.get("chat", {})
+        made, trained_on, dtype=trained.summary["verifier"]["dtype"], chat=trained.summary.get("chat", {})
     )
-    overlap = provenance.overlap(trained_on, [answer.prompt_ids for answer in answers])
+    overlap = provenance.overlap(made, trained_on, [answer.prompt_ids for answer in answers])
     warnings = provenance.differences(trained_under, evaluated_under)
     if overlap:
         warnings.append(

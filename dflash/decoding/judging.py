@@ -20,7 +20,8 @@ from dflash.decoding.tables import code, escaped
 from dflash.decoding.verdict import Comparison, Verdict, compare, load_evaluated
 from dflash.drafter.shape import read_config
 from dflash.keys import evaluation_key
-from dflash.manifests import Artifact, Damaged, Manifest, find, home, load_manifest, manifests
+from dflash.lineage import lineage
+from dflash.manifests import Artifact, Damaged, Manifest, find, home, load_manifest
 from dflash.pinning import PinnedVerifier
 
 log = logging.getLogger(__name__)
@@ -156,27 +157,24 @@ def report_of(name: str) -> Path:
     """
     if (Path(name) / "report.json").is_file():
         return Path(name)
-    return _found(name, "evaluation").path
+    return _found(name).path
 
 
-def _found(name: str, stage: str) -> Manifest:
-    known = manifests()
-    named = [m for m in known if m.key.startswith(name) or m.key.rpartition("-")[2].startswith(name)]
-    named = [m for m in named if m.key == name] or named
-    if len(named) > 1:
-        raise ValueError(f"{name}: several begin so; give more of {', '.join(sorted(m.key for m in named))}")
-    if named and named[0].stage == stage:
-        return named[0]
-    if named and named[0].stage == "training":
-        if reports := reports_on(named[0], known):
+def _found(name: str) -> Manifest:
+    made = lineage()
+    found = made.find(name)
+    if found.stage == "training":
+        if reports := reports_on(found, made.manifests):
             return reports[0]
-        raise ValueError(f"{name}: {named[0].key} has no report yet; run a recipe that evaluates it")
-    raise ValueError(f"{name}: no report, and no drafter with one, begins so under {home()}; dflash ls shows them")
+        raise ValueError(f"{name}: {found.key} has no report yet; run a recipe that evaluates it")
+    if found.stage != "evaluation":
+        raise ValueError(f"{name}: {found.key} is no report, and no drafter that may have one; dflash ls shows them")
+    return found
 
 
 def promote_by_hand(name: str, *, reason: str) -> tuple[str, Champion]:
     """Make the drafter of a report (as for `report_of`) its verifier's champion; the verifier's identity, and it."""
-    report = _found(name, "evaluation")
+    report = _found(name)
     facts: dict[str, Any] = dict(load_evaluated(report.path).report)
     verifier = facts["verifier"]["identity"]
     _drafter(facts["drafter"])  # later ones could not be compared with one that is gone

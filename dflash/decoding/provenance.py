@@ -4,25 +4,15 @@ Reads manifests and corpora. Knows no model and no report.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import polars as pl
 
-from dflash.manifests import Manifest, manifests
+from dflash.lineage import Lineage
+from dflash.manifests import Manifest
 
 log = logging.getLogger(__name__)
-
-
-def _sources(identity: str, known: Iterable[Manifest]) -> Iterator[Manifest]:
-    """The artifact of an identity and, one after another, those it was made from; ends where one is gone."""
-    by_identity = {manifest.identity: manifest for manifest in known}
-    while found := by_identity.get(identity):
-        yield found
-        inputs = [found.inputs[name] for name in ("hidden_states", "corpus", "conversations") if name in found.inputs]
-        if not inputs:
-            return
-        identity = inputs[0]
 
 
 def thinking(variables: Mapping[str, Any]) -> str:
@@ -31,12 +21,12 @@ def thinking(variables: Mapping[str, Any]) -> str:
     return {True: "on", False: "off"}[asked] if isinstance(asked, bool) else str(asked)
 
 
-def conditions(identity: str, *, dtype: str, chat: dict[str, Any]) -> dict[str, Any]:
-    """How the answers were made that an artifact's hidden states are of. `chat` is the store's; None is not known.
+def conditions(made: Lineage, identity: str, *, dtype: str, chat: dict[str, Any]) -> dict[str, Any]:
+    """How the answers were made that hidden states of this identity are of. `chat` is the store's; None is not known.
 
     `template` is the hash of tokenizer, chat template and chat options.
     """
-    sources = {manifest.stage: manifest for manifest in _sources(identity, manifests())}
+    sources = _sources(made, identity)
     tokenization, generation = sources.get("tokenization"), sources.get("generation")
     return {
         "dtype": dtype,
@@ -46,11 +36,11 @@ def conditions(identity: str, *, dtype: str, chat: dict[str, Any]) -> dict[str, 
     }
 
 
-def overlap(identity: str, prompts: Iterable[list[int]]) -> int | None:
-    """How many of these prompts, as token ids, begin a conversation that an artifact was made from; None where its
-    corpus is gone.
+def overlap(made: Lineage, identity: str, prompts: Iterable[list[int]]) -> int | None:
+    """How many of these prompts, as token ids, begin a conversation that hidden states of this identity are of; None
+    where their corpus is gone.
     """
-    corpus = next((m for m in _sources(identity, manifests()) if m.stage == "tokenization"), None)
+    corpus = _sources(made, identity).get("tokenization")
     if corpus is None or not (corpus.path / "corpus.parquet").exists():
         return None
     asked = [",".join(map(str, ids)) for ids in prompts]
@@ -64,6 +54,11 @@ def overlap(identity: str, prompts: Iterable[list[int]]) -> int | None:
     )
     trained = set(known["input_ids"])
     return sum(ids in trained for ids in asked)
+
+
+def _sources(made: Lineage, identity: str) -> dict[str, Manifest]:
+    """The hidden states and what they were made from, by stage, as far as it is there."""
+    return {equal[0].stage: equal[0] for equal in made.ancestry(made.inputs([identity]))}
 
 
 def differences(trained: dict[str, Any], evaluated: dict[str, Any]) -> list[str]:

@@ -21,8 +21,8 @@ from dflash.drafter.model import Drafter
 from dflash.drafter.shape import read_config
 from dflash.export.card import model_card
 from dflash.export.facts import facts_of, is_record, report_on
-from dflash.housekeeping import Lineage, lineage
-from dflash.manifests import HOST, MANIFEST, Manifest, file_sha256, load_manifest, remove_leftovers, verify
+from dflash.lineage import Lineage, lineage
+from dflash.manifests import HOST, Manifest, file_sha256, remove_leftovers, verify
 from dflash.pinning import TOKENIZER_FILES, PinnedVerifier, pin
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def export_drafter(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} holds something already; give a folder that does not exist")
     made = lineage()
-    drafter = drafter_of(source, made)
+    drafter = made.drafter(source)
     verify(drafter.artifact(), deep=True)
     if not ungated:
         _refuse_unchecked(drafter, made)
@@ -119,27 +119,6 @@ def export_drafter(
         shutil.rmtree(aside, ignore_errors=True)
     log.info("%s is in %s: %s, %s", drafter.key, folder, kind, dtype)
     return folder
-
-
-def drafter_of(source: str, made: Lineage) -> Manifest:
-    """The drafter of a key or folder. Raises ValueError where it is none, or has no record of what it is for."""
-    path = Path(source).expanduser()
-    if (path / MANIFEST).is_file():
-        found = load_manifest(path)
-        if found.path.resolve() != path.resolve():
-            raise ValueError(
-                f"{path} is not {found.path}, where {found.key} of this data root lies; import it "
-                f"(dflash import {path}), or set DFLASH_HOME to the data root that it is in"
-            )
-    elif path.is_dir():
-        raise ValueError(
-            f"{path} holds no {MANIFEST}, so it was not trained here; import it first: dflash import {path}"
-        )
-    else:
-        found = made.find(source)
-    if found.stage != "training":
-        raise ValueError(f"{source}: {found.key} is no drafter; dflash ls shows them, they are of stage training")
-    return found
 
 
 def _refuse_unchecked(drafter: Manifest, made: Lineage) -> None:

@@ -17,14 +17,13 @@ from dflash.decoding.report import SCHEMA_VERSION as REPORT_VERSION
 from dflash.decoding.tables import groups
 from dflash.decoding.verdict import load_evaluated
 from dflash.drafter.shape import DrafterConfig
-from dflash.housekeeping import Lineage
 from dflash.inputs import HUB
+from dflash.lineage import Lineage
 from dflash.manifests import Manifest
 from dflash.pinning import PinnedVerifier
 
 SCHEMA_VERSION = 1
 PACKAGES = ("dflash", "torch", "transformers", "safetensors")
-MADE_FROM = ("hidden_states", "corpus", "conversations", "prompts")
 
 
 def report_on(drafter: Manifest, made: Lineage) -> tuple[str, dict[str, Any]] | None:
@@ -80,12 +79,7 @@ def facts_of(
         evaluation = evaluation | {"casts": _casts(evaluation, dtypes)}
     if is_record(origin):  # it was imported, and came with a record of its own
         return origin | {"evaluation": evaluation}
-    sources = {}
-    step: Manifest | None = drafter
-    while step:
-        sources[step.stage] = step
-        names = [step.inputs[name] for name in MADE_FROM if name in step.inputs]
-        step = next(iter(made.inputs(names)), None)
+    sources = {equal[0].stage: equal[0] for equal in made.ancestry([drafter])}
     trained_for = drafter.summary["verifier"]
     return {
         "schema_version": SCHEMA_VERSION,
