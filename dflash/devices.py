@@ -1,6 +1,12 @@
-"""Where tensors live. Knows torch and nothing else."""
+"""Where tensors live, and that they leave. Knows torch and nothing else."""
 
 import torch
+
+
+def give_back() -> None:
+    """Return the memory of tensors that are gone to the GPUs, for other processes."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def resolve_device(name: str) -> torch.device:

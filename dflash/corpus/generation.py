@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-import torch
 
 from dflash.config import GenerationConfig
 from dflash.corpus.answering import Workers, answer
@@ -46,6 +45,7 @@ from dflash.corpus.records import (
     request_name,
 )
 from dflash.corpus.serving import connect
+from dflash.devices import give_back
 from dflash.keys import generation_key
 from dflash.manifests import Artifact, Progress, in_progress, publish, silent, write_atomically
 from dflash.parquet import read_parquet
@@ -85,8 +85,7 @@ def _release() -> None:
         workers.close()
     _workers.clear()
     _load.cache_clear()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    give_back()
 
 
 @contextmanager

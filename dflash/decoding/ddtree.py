@@ -74,9 +74,11 @@ def best_first(values_BSK: Tensor, ids_BSK: Tensor, *, budget: int) -> Trees:
     one. N is `budget`, or less where the slots have not so many prefixes.
     """
     # the same trees in two ways: in few large steps, which are mostly sorting, or in N small ones for all blocks
-    many = values_BSK.device.type == "cpu" and len(values_BSK) > 32
+    num_blocks, num_slots, num_candidates = values_BSK.shape
+    bits = max(budget, num_candidates).bit_length()  # of a node's number, and of a rank
+    many = values_BSK.device.type == "cpu" and num_blocks > 32 and num_slots + 2 < 1 << max(0, 31 - 2 * bits)
     if many and not (values_BSK[..., -1] == -torch.inf).any():  # values descend: there is no other
-        return _node_by_node(values_BSK, ids_BSK, budget)
+        return _node_by_node(values_BSK, ids_BSK, budget, bits)
     return _level_by_level(values_BSK, ids_BSK, budget)
 
 
@@ -119,11 +121,12 @@ def _level_by_level(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
     )
 
 
-def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
+def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int, bits: int) -> Trees:
     """N steps, each of which takes the best prefix of every block that is not in its tree yet. Values are finite.
 
     That is some node's best child of those that are not: one candidate per node and the root. It is a number whose
-    order is that of prefixes: its upper half are the bits of the cost, -score, its lower half depth, parent and rank.
+    order is that of prefixes: its upper half are the bits of the cost, -score, its lower half depth, parent and rank,
+    of which the last two have `bits` bits each.
     As float64, of which a minimum is found some ten times sooner than of int64. A step is many small operations, whose
     number is its price: each writes to where its result is needed.
     """
@@ -135,10 +138,7 @@ def _node_by_node(values_BSK: Tensor, ids_BSK: Tensor, budget: int) -> Trees:
     # beyond the last rank, and beyond the last slot, nothing is possible; the first row is that of depth 1
     row = num_candidates + 1
     costs_XB = torch.nn.functional.pad(values_BSK.abs(), (0, 1, 1, 1), value=torch.inf).flatten(1).T.contiguous()
-    bits = max(num_nodes, num_candidates).bit_length()
-    mask, deepest = (1 << bits) - 1, (1 << max(0, 31 - 2 * bits)) - 1
-    if num_slots + 2 > deepest:
-        raise ValueError(f"a tree of {budget} nodes over {num_slots} slots is too large to number; lower the budget")
+    mask, deepest = (1 << bits) - 1, (1 << 31 - 2 * bits) - 1
 
     def halves(numbers: Tensor) -> tuple[Tensor, Tensor]:
         place, cost_bits = numbers.view(torch.int32).unflatten(-1, (-1, 2)).unbind(-1)

@@ -30,7 +30,7 @@ from dflash.decoding.report import assemble
 from dflash.decoding.responses import Response, content_hash
 from dflash.decoding.statistics import SEED
 from dflash.decoding.worst import worst_cases
-from dflash.devices import resolve_device
+from dflash.devices import give_back, resolve_device
 from dflash.drafter.export import load_drafter
 from dflash.drafter.model import Drafter, Ends
 from dflash.hidden.store import HiddenStates, RowStates
@@ -127,6 +127,7 @@ def evaluate(
         asked=[(responses[number], answers[number]) for number in live_rows],
         sampling=Sampling(config.max_new_tokens, temperature=config.temperature, seed=config.seed),
     )
+    give_back()  # the verifier's memory, which training and the parity gate of another drafter may want
 
     made = lineage()
     evaluated_under = provenance.conditions(made, hidden_states.identity, dtype=verifier.dtype, chat=store.info["chat"])

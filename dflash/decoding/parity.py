@@ -244,16 +244,19 @@ def diagnose(
     trained: DrafterConfig,
     storage_dtype: str,
     special_ids: Sequence[int],
+    share: float,
     enough: float,
 ) -> tuple[str, str]:
-    """Which one change makes the drafts those of the training process: its name and an explanation."""
-    best = ("unknown", "no single change of taps, norm, RoPE, mask, positions, head or mask token explains it", 0.0)
+    """Which one change makes the drafts those of the training process, `share` of which are as they are now: its name
+    and an explanation.
+    """
+    best = ("unknown", "no single change of taps, norm, RoPE, mask, positions, head or mask token explains it", share)
     for defect, explanation, changed in hypotheses(served, trained, special_ids=special_ids):
-        share, _ = agreement(verifier, changed, references, storage_dtype=storage_dtype)
-        if share >= enough:
+        then, _ = agreement(verifier, changed, references, storage_dtype=storage_dtype)
+        if then >= enough:
             return defect, explanation
-        if share > best[2]:
-            best = ("unknown", f"closest, with {share:.1%}, is {defect}: {explanation}", share)
+        if then > best[2]:
+            best = ("unknown", f"closest, with {then:.1%}, is {defect}: {explanation}", then)
     return best[:2]
 
 
@@ -392,8 +395,9 @@ def answer(request: Path) -> Parity:
     ends = Ends(verifier.frozen_weights(), dtype=dtype, device=device, **verifier.logit_rule._asdict())
     ends = ends.for_drafter(drafter, num_tokens=num_tokens(pinned))
     with safe_open(asked["reference"], "pt") as file:
-        storage_dtype, trained = (file.metadata()[name] for name in ("storage_dtype", "trained"))
+        storage_dtype, trained = file.metadata()["storage_dtype"], json.loads(file.metadata()["trained"])
         precision = coarser(pinned.dtype, storage_dtype)
+        drafted_in = coarser(precision, trained["dtype"])
         parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for name in file.keys():  # noqa: SIM118, a file of tensors is no mapping
             what, _, number = name.partition(".")
@@ -405,21 +409,22 @@ def answer(request: Path) -> Parity:
             # drafters that remember no anchors remember the first ones
             part.get("anchors", int(part["first"]) + torch.arange(len(part["drafts"]))),
             part["drafts"],
-            part["margins"] > NEAR_TIE[precision],
+            part["margins"] > NEAR_TIE[drafted_in],
         )
         for _, part in sorted(parts.items(), key=lambda item: int(item[0]))
     ]
     served = Served(drafter, ends, drafter.config.target_layer_ids)
     share, compared = agreement(verifier, served, references, storage_dtype=storage_dtype)
-    if share < MUST_AGREE[precision]:
+    if share < MUST_AGREE[drafted_in]:
         defect, explanation = diagnose(
             verifier,
             served,
             references,
-            trained=DrafterConfig.from_json(json.loads(trained)),
+            trained=DrafterConfig.from_json(trained),
             storage_dtype=storage_dtype,
             special_ids=sorted({token for ids in pinned.special_ids.values() for token in ids}),
-            enough=MUST_AGREE[precision],
+            share=share,
+            enough=MUST_AGREE[drafted_in],
         )
         return Parity(share, compared, 0, defect=defect, explanation=explanation)
     rounds = live_rounds(

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from dflash.config import ExtractionConfig
 from dflash.corpus.bucketing import padded_runs
+from dflash.devices import give_back
 from dflash.hidden.planning import ShardPlan, plan_shards
 from dflash.hidden.store import LEDGER, REMOTE, RowStates, check_recorded, write_shard
 from dflash.keys import extraction_key
@@ -350,9 +351,9 @@ def seal(
         (folder / "verifier_config.json").write_text(json.dumps(settings, indent=2))
         (folder / "states.json").write_text(json.dumps(states, indent=1))
     remove_leftovers(artifact().path / "shards")
-    _load.cache_clear()  # training wants the memory
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    del loaded, weights  # training wants the memory
+    _load.cache_clear()
+    give_back()
     progress(1, 1, f"{summary['tokens']:,} tokens")
     log.info("hidden states: %(rows)d rows, %(tokens)d tokens, %(bytes)d bytes, layers %(target_layer_ids)s", summary)
     if config.greedy:

@@ -153,6 +153,13 @@ def test_a_big_tree_over_a_big_vocabulary_needs_only_its_best_candidates() -> No
         assert torch.equal(getattr(enough, name), getattr(everything, name))
 
 
+@pytest.mark.parametrize(("budget", "num_slots"), [(4096, 31), (2048, 127)])
+def test_many_trees_may_be_as_large_as_settings_allow(budget: int, num_slots: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logprobs_BSV = torch.randn(1, num_slots, 64, generator=generator).log_softmax(-1)
+    assert tree_of(logprobs_BSV, budget).tokens_BN.shape == (1, budget)
+
+
 def test_blocks_do_not_see_each_other() -> None:
     generator = torch.Generator().manual_seed(1)
     logprobs_BSV = torch.randn(6, 4, 9, generator=generator).log_softmax(-1)

@@ -166,6 +166,17 @@ def test_in_bfloat16_rounds_are_compared_up_to_near_ties(gate: Gate, tmp_path: P
     assert parity.near_ties < parity.rounds / 10
 
 
+def test_what_was_drafted_in_bfloat16_is_compared_up_to_its_near_ties_in_float32(gate: Gate, tmp_path: Path) -> None:
+    verifier = load_verifier(pin(VerifierConfig(model=gate.pinned.path, dtype="bfloat16", device="cpu")))
+    rows = [
+        make_row(verifier, row.input_ids_T[:4].tolist(), row.input_ids_T[4:].tolist(), storage_dtype="float32")
+        for row in gate.rows
+    ]
+    drafter, ends = copy.deepcopy(gate.drafter).bfloat16(), Ends(verifier.frozen_weights(), dtype=torch.bfloat16)
+    parity = answer(gate.request(tmp_path, drafter=drafter, ends=ends, rows=rows))
+    assert (parity.defect, parity.compared > 100) == ("", True)
+
+
 @pytest.mark.parametrize("what", ["rounds", "text"])
 def test_live_decoding_that_differs_from_replay_is_named(
     gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -260,6 +271,11 @@ DEFECTS: dict[str, tuple[str, str, Callable[[Path], None]]] = {
         "unknown",
         "closest, with",
         lambda at: weights(at, lambda name, weight: -weight if "gate_proj" in name else weight),
+    ),
+    "slightly other weights": (
+        "unknown",
+        "no single change of",
+        lambda at: weights(at, lambda name, weight: 1.02 * weight if "gate_proj" in name else weight),
     ),
 }
 

@@ -1,7 +1,9 @@
 """Extraction computes one batch while the one before is written, checks rows alone, and takes labels from the data."""
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,3 +173,23 @@ def test_labels_from_the_data_are_the_next_tokens_and_cost_no_layer_behind_the_l
     assert 0 <= whole.info["on_policy_share"] <= 1
     shard = json.loads((artifact.path / "shards/0000/zarr.json").read_text())
     assert shard["attributes"]["greedy_ids"] == states.info["greedy_ids"]
+
+
+def test_the_verifier_is_gone_when_its_memory_is_given_back(
+    verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models, alive = [], []
+
+    def load(pinned: PinnedVerifier) -> Verifier:
+        loaded = load_verifier(pinned)
+        models.append(weakref.ref(loaded.model))
+        return loaded
+
+    def give_back() -> None:
+        gc.collect()
+        alive.append([model() is not None for model in models])
+
+    monkeypatch.setattr(extraction, "load_verifier", load)
+    monkeypatch.setattr(extraction, "give_back", give_back)
+    extract(CONFIG, make_corpus(LENGTHS), verifier)
+    assert alive == [[False]]
