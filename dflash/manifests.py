@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field
 
 log = logging.getLogger(__name__)
@@ -195,10 +196,10 @@ def publish(
 ) -> Iterator[tuple[Path, Callable[[], Artifact]]]:
     """Yields a scratch folder to write into and a function that returns the artifact once it is published.
 
-    On a clean exit every entry of the folder is moved to its place and the manifest is written last; on an exception
-    nothing is left. `summary` may be filled while writing. `location` overrides the place (parts of a larger artifact).
-    `content_identity`: the identity is the hash of the files instead of the key. `known` holds records of files that
-    are in place already and belong to this artifact.
+    On a clean exit every entry of the folder is moved to its place and the manifest is written last, unless the same is
+    there already; on an exception nothing is left. `summary` may be filled while writing. `location` overrides the
+    place (parts of a larger artifact). `content_identity`: the identity is the hash of the files instead of the key.
+    `known` holds records of files that are in place already and belong to this artifact.
     """
     final = home() / (location or key.location)
     scratch = final.parent / f".{final.name}.{HOST}.{os.getpid()}"
@@ -214,7 +215,7 @@ def publish(
     try:
         yield scratch, result
         files = {name: _record(path) for name, path in _files(scratch).items()} | dict(known or {})
-        content = text_sha256(json.dumps({name: record.sha256 for name, record in sorted(files.items())}))[:16]
+        content = text_sha256(json.dumps(_hashes(files)))[:16]
         manifest = Manifest(
             **key.model_dump(exclude={"stage"}),
             stage=key.stage,
@@ -228,17 +229,41 @@ def publish(
         for name in _files(scratch):
             with (scratch / name).open("rb") as file:
                 os.fsync(file.fileno())
-        final.mkdir(parents=True, exist_ok=True)
-        (final / MANIFEST).unlink(missing_ok=True)  # while it is being replaced it does not exist
-        for entry in scratch.iterdir():
-            target = final / entry.name
-            if target.is_dir():
-                shutil.rmtree(target)
-            entry.replace(target)
-        write_atomically(final / MANIFEST, manifest.model_dump_json(indent=1))
-        published.append(manifest.artifact())
+        (home() / "locks").mkdir(exist_ok=True)
+        with FileLock(home() / "locks" / "publish.lock"):
+            if (there := _equal_one(manifest)) is None:
+                _move_into_place(scratch, manifest)
+        published.append((there or manifest).artifact())
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _equal_one(wanted: Manifest) -> Manifest | None:
+    """What is there, if it is whole and of equal content: whoever made it just now may be using it."""
+    try:
+        found = load_manifest(wanted.path)
+        if found.key != wanted.key or _hashes(found.files) != _hashes(wanted.files):
+            return None
+        return verify(found.artifact())
+    except Damaged:
+        return None
+
+
+def _hashes(files: Mapping[str, FileRecord]) -> dict[str, str]:
+    return {name: record.sha256 for name, record in sorted(files.items())}
+
+
+def _move_into_place(scratch: Path, manifest: Manifest) -> None:
+    """While it is being replaced it does not exist: its manifest goes first and comes last."""
+    final = manifest.path
+    final.mkdir(parents=True, exist_ok=True)
+    (final / MANIFEST).unlink(missing_ok=True)
+    for entry in scratch.iterdir():
+        target = final / entry.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        entry.replace(target)
+    write_atomically(final / MANIFEST, manifest.model_dump_json(indent=1))
 
 
 def load_manifest(folder: Path) -> Manifest:

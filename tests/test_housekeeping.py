@@ -149,7 +149,6 @@ def test_what_an_active_run_used_stays_even_with_no_days_at_all(home: Path) -> N
 @pytest.mark.parametrize("lock", ["{}", "{}-trainer"])
 def test_what_is_being_made_is_left(home: Path, lock: str) -> None:
     line = Line(1)
-    (home / "locks").mkdir()
     folder = in_progress(line.drafter.key)
     (folder / "step").write_text("")
     age(folder)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,21 @@ def test_what_a_killed_attempt_left_is_removed_by_the_next(home: Path) -> None:
         (scratch / "data.txt").write_text("half")
     make()
     assert [path.exists() for path in (left, others, other_host, other_key)] == [False, True, True, True]
+
+
+MAKER = """
+import sys
+from tests.test_manifests import make, verify
+for number in range(60):
+    verify(make(text="the same"), deep=True)
+"""
+
+
+@pytest.mark.usefixtures("home")
+def test_two_processes_that_make_the_same_at_once_do_not_disturb_each_other() -> None:
+    makers = [subprocess.Popen([sys.executable, "-c", MAKER]) for _ in range(2)]
+    assert [maker.wait() for maker in makers] == [0, 0]
+    assert find(KEY, deep=True)
 
 
 def test_a_failure_while_replacing_never_leaves_the_old_manifest_beside_new_files(
