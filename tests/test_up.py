@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "training": {"mask_token_id": 3, "num_layers": 1, "max_steps": 2, "dtype": "float32", "tracking": "offline"},
     "evaluation": {"max_prompts": 3, "max_new_tokens": 16, "live_prompts": 1},
 }
+METRICS = "in_progress/training-*/metrics.jsonl"
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.timeout(600)
 
@@ -88,11 +89,27 @@ class Stack:
         body = {"parameters": {**demo["parameters"], **sections}}
         return str(self.api(f"deployments/{demo['id']}/create_flow_run", body)["id"])
 
-    def wait_for(self, pattern: str) -> None:
+    def wait_for(self, pattern: str, *, but: Collection[Path] = ()) -> Path:
+        """The first file or folder of that pattern that is none of those."""
         deadline = time.monotonic() + 240
-        while not list(self.home.glob(pattern)):
+        while not (found := set(self.home.glob(pattern)) - set(but)):
             assert time.monotonic() < deadline, list(self.home.glob("*/*"))
             time.sleep(0.1)
+        return found.pop()
+
+    def train_for_long(self, **changes: Any) -> tuple[str, Path]:
+        """Start a run that trains until it is stopped and saves nothing by itself. Its id, and the training's folder
+        once it takes steps.
+        """
+        begun = set(self.home.glob(METRICS))
+        steps = {"max_steps": 4000, "epochs": 4000, "save_every": 4000, "learning_rate": 1e-6}
+        run = self.run(training={**steps, **changes})
+        return run, self.wait_for(METRICS, but=begun).parent
+
+    def tasks(self, run_id: str) -> list[dict[str, Any]]:
+        found = self.api("task_runs/filter", {"flow_runs": {"id": {"any_": [run_id]}}})
+        assert isinstance(found, list)
+        return found
 
     def api(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
@@ -178,6 +195,44 @@ def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_
     assert any("DFLASH_QUOTA_GB" in line for line in said)
 
 
+def test_a_retry_from_the_ui_repeats_what_failed_and_what_comes_after_it(stack: Stack) -> None:
+    (history,) = stack.home.glob("history/*.parquet")
+    aside = history.rename(history.with_suffix(".aside"))
+    history.write_bytes(b"damaged")
+    run = stack.run(training={"seed": 5})
+    failed = stack.wait(run, "Completed", "Failed", "Crashed")
+    assert "the history is unreadable" in failed["state"]["message"]
+    aside.replace(history)
+    retry = {"type": "SCHEDULED", "name": "AwaitingRetry"}
+    assert stack.api(f"flow_runs/{run}/set_state", {"state": retry, "force": True})["status"] == "ACCEPT"
+    stack.wait(run, "Completed", "Crashed")
+    again = {task["name"]: task["state_name"] for task in stack.tasks(run) if task["flow_run_run_count"] == 2}
+    assert (again["training"], again["evaluation"], again["verdict"]) == ("Cached", "Completed", "Completed")
+    once_more = {name for name, state in again.items() if state == "Completed"}
+    parts = {name.rpartition(" · ")[2] for name in once_more}
+    assert parts <= {"bundled:demo-verifier", "plan", "evaluation", "verdict"}
+
+
+def test_a_run_cancelled_in_the_ui_stops_within_seconds_and_keeps_its_steps(stack: Stack) -> None:
+    run, training = stack.train_for_long(seed=6)
+    stack.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
+    stack.wait(run, "Cancelled", seconds=120)  # ten on a quiet machine
+    assert list(training.glob("step-*"))
+    assert "RUNNING" not in {task["state_type"] for task in stack.tasks(run)}
+
+
+def test_two_runs_at_once_do_the_work_once(stack: Stack) -> None:
+    sections = {**SMALL, "training": {**SMALL["training"], "seed": 8, "max_steps": 20, "epochs": 20}}
+    changes = [
+        f"--set={s}.{key}={json.dumps(value)}" for s, values in sections.items() for key, value in values.items()
+    ]
+    command = [sys.executable, "-m", "flows.cli", "run", "demo", *changes, "--json"]
+    runs = [subprocess.Popen(command, env=stack.environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    stages = [json.loads(run.communicate()[0].splitlines()[-1])["stages"] for run in runs]
+    trained = sorted(stage["state"] for found in stages for stage in found if stage["stage"] == "training")
+    assert trained == ["cached", "ran"]
+
+
 def test_a_second_up_says_that_it_is_up(stack: Stack) -> None:
     for options in ([], ["--detach"], ["--port", str(free_port())]):
         done = stack.dflash("up", *options)
@@ -206,9 +261,7 @@ def test_only_this_machine_can_reach_it(stack: Stack) -> None:
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_run_ends_crashed(stack: Stack) -> None:
-    steps = {"max_steps": 3000, "epochs": 3000, "save_every": 3, "learning_rate": 1e-6}
-    run = stack.run(training=steps)
-    stack.wait_for("in_progress/training-*/step-*")
+    run, _ = stack.train_for_long(seed=10)
     (worker,) = (
         n for n, line in processes_of(stack.home).items() if "-m prefect worker start" in line and "guard" not in line
     )
@@ -239,9 +292,8 @@ def test_a_server_that_is_killed_is_replaced_and_knows_who_holds_a_place_under_a
 
 
 def test_interrupting_it_cancels_what_runs_and_stops_what_it_started(stack: Stack) -> None:
-    run = stack.run(training={"max_steps": 4000, "epochs": 4000, "save_every": 3, "learning_rate": 1e-6})
+    run, training = stack.train_for_long(seed=9)
     waiting = stack.run(training={"max_steps": 3})  # one at a time: it waits for the first
-    stack.wait(run, "Running")
     begun = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED", "RUNNING"]}}}}
     before = {row["id"] for row in stack.api("flow_runs/filter", begun)}
     assert run in before
@@ -255,7 +307,10 @@ def test_interrupting_it_cancels_what_runs_and_stops_what_it_started(stack: Stac
     assert not processes_of(stack.home)
 
     stack.start()  # on the same data: nothing is left "Running" for ever, what waited runs, what was is remembered
-    assert stack.api(f"flow_runs/{run}")["state_name"] == "Cancelled"
+    cancelled = stack.api(f"flow_runs/{run}")
+    assert cancelled["state_name"] == "Cancelled"
+    assert cancelled["state"]["message"] != "did not stop in time"
+    assert list(training.glob("step-*"))
     assert stack.wait(waiting, "Completed", "Failed", "Crashed", "Cancelled")["state_name"] == "Completed"
     assert before <= {row["id"] for row in stack.api("flow_runs/filter", {})}
 
@@ -274,8 +329,7 @@ def test_after_a_power_cut_runs_are_marked_crashed_and_the_next_one_resumes(stac
     crashed = stack.api(f"flow_runs/{run}")
     assert crashed["state_name"] == "Crashed"
     assert "continues" in crashed["state"]["message"]
-    tasks = stack.api("task_runs/filter", {"flow_runs": {"id": {"any_": [run]}}})
-    assert "RUNNING" not in {task["state_type"] for task in tasks}
+    assert "RUNNING" not in {task["state_type"] for task in stack.tasks(run)}
 
     again = stack.run(training=steps)
     assert stack.wait(again, "Completed", "Failed", "Crashed")["state_name"] == "Completed"
