@@ -1,17 +1,20 @@
 """Alerts on a real server, sent to a real receiver."""
 
 import json
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from queue import Empty, Queue
 from typing import Any
 
 import pytest
+from prefect import flow
 from prefect.blocks.notifications import SendgridEmail
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events import emit_event
 from prefect.events.worker import EventsWorker
+from prefect.states import Crashed, Failed, State
 
 from flows import automations
 from flows.automations import ALERTS, BLOCK, apply
@@ -70,25 +73,68 @@ def client(prefect_server: str) -> Iterator[SyncPrefectClient]:
         clear()
 
 
-def emit(event: str, **payload: Any) -> None:
-    emit_event(event, resource={"prefect.resource.id": "dflash.drafter.training-0123"}, payload=payload)
+def emit(event: str, *, of: str = "training-0123", **payload: Any) -> None:
+    emit_event(
+        event,
+        resource={"prefect.resource.id": f"dflash.{of}", "prefect.resource.name": of},
+        payload=payload,
+    )
     EventsWorker.drain_all()
 
 
-def test_a_worse_drafter_is_told_to_whoever_listens(client: SyncPrefectClient, receiver: Receiver) -> None:
+@flow(name="alerted")
+def alerted() -> None:
+    pass
+
+
+def fail(client: SyncPrefectClient, state: State) -> None:
+    """A run of a deployment, and one of no deployment, of which nobody is told."""
+    deployment = client.create_deployment(client.create_flow(alerted), "nightly")
+    for run in (client.create_flow_run(alerted, name="alone"), client.create_flow_run_from_deployment(deployment)):
+        client.set_flow_run_state(run.id, state, force=True)
+
+
+FACTS = {"recipe": "demo", "drafter": "training-0123", "champion": "training-4567", "reason": "2.1 against 2.9"}
+TOLD: dict[str, tuple[Callable[[SyncPrefectClient], None], str, str]] = {
+    "worse": (
+        lambda _: emit("dflash.evaluation.worse", **FACTS),
+        "demo: training-0123 is worse than the champion",
+        r"2\.1 against 2\.9\. Champion: training-4567\.",
+    ),
+    "retraining": (
+        lambda _: emit("dflash.retraining.due", **FACTS),
+        "demo: retraining is due",
+        r"training-0123: 2\.1 against 2\.9\.",
+    ),
+    "failed": (
+        lambda client: fail(client, Failed(message="no disk")),
+        ".*-.*: Failed",
+        "no disk http.*/runs/flow-run/",
+    ),
+    "crashed": (lambda client: fail(client, Crashed(message="power")), ".*-.*: Crashed", "power http.*/runs/flow-run/"),
+    "quota": (
+        lambda _: emit("dflash.quota.exceeded", of="/data", bytes=7, quota_bytes=5),
+        "/data: more than the quota",
+        "7 bytes, of 5; dflash gc",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_whoever_listens_is_told(client: SyncPrefectClient, receiver: Receiver, what: str) -> None:
+    happen, subject, body = TOLD[what]
     assert apply(client, address=receiver.url) == [alert.name for alert in ALERTS]
-    facts = {"recipe": "demo", "drafter": "training-0123", "champion": "training-4567", "reason": "2.1 against 2.9"}
     deadline = 40
     while deadline:  # the server takes up new automations within seconds
-        emit("dflash.evaluation.worse", **facts)
+        happen(client)
         try:
             path, said = receiver.received.get(timeout=2)
             break
         except Empty:
             deadline -= 1
     assert path == "/hook/planted-5f1d"
-    assert said["subject"] == "demo: training-0123 is worse than the champion"
-    assert said["body"].startswith("2.1 against 2.9. Champion: training-4567.")
+    assert re.fullmatch(subject, said["subject"])
+    assert re.match(body, said["body"])
 
 
 def test_applied_again_nothing_is_doubled_and_what_was_switched_off_stays_off(client: SyncPrefectClient) -> None:
