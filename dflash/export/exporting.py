@@ -124,11 +124,11 @@ def export_drafter(
 def _refuse_unchecked(drafter: Manifest, made: Lineage) -> None:
     found = report_on(drafter, made)
     if found is None:
-        why = "has no report of this version, so that the parity gate never passed"
+        why = "has no report of this version: it was not evaluated, or did not pass the parity gate, which says why"
     elif not found[1]["parity"]:
         why = f"was evaluated with the parity gate off ({found[0]})"
-    elif found[1]["parity"]["defect"] or not found[1]["parity"]["compared"]:
-        why = f"did not pass the parity gate ({found[0]}): {found[1]['parity']['defect'] or 'nothing was compared'}"
+    elif not found[1]["parity"]["compared"]:  # with a defect there is no report
+        why = f"gave the parity gate nothing to compare ({found[0]})"
     else:
         return
     raise ValueError(
