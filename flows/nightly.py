@@ -3,6 +3,7 @@
 from typing import Any
 
 from prefect import flow, runtime
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.events import emit_event
@@ -87,6 +88,7 @@ def nightly_evaluation(
     if worse or due:
         started = [_start_pipeline(settings, recipe)] if nightly.retrain else []
         name = "Worse" if worse else "Retraining due"
+        _tag(name.lower())
         return Completed(name=name, message="; ".join([*worse, *due, *started]), data=record)
     return Completed(message=f"{'' if new else 'nothing new; '}{record.verdict}: {record.reason}", data=record)
 
@@ -105,6 +107,13 @@ def drift_check(
         largest_drop=nightly.largest_drop,
         minimum_conversations=settings.evaluation.minimum_conversations,
     )
+
+
+def _tag(tag: str) -> None:
+    """The run, so that filters find it: by the type of its state it is as completed as any other."""
+    with get_client(sync_client=True) as client:
+        run = client.read_flow_run(runtime.flow_run.id)
+        client.update_flow_run(run.id, tags=[*run.tags, tag])
 
 
 def _emit(event: str, drafter: Artifact, report: Artifact, **facts: Any) -> None:

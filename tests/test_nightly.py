@@ -125,6 +125,7 @@ def test_a_drafter_that_is_worse_than_the_champion_stands_out(nights: Nights) ->
     event = nights.event("dflash.evaluation.worse", drafter=Path(nights.bad).name)
     assert event["payload"]["champion"] == Path(nights.good).name
     assert "nights" in nights.last_run().name
+    assert "worse" in nights.last_run().tags
 
 
 def test_another_evaluation_set_is_a_row_in_the_history_and_a_plot_and_is_logged(
