@@ -161,21 +161,40 @@ def test_every_recipe_is_registered_with_its_parameters_and_a_form(stack: Stack)
                 assert field.get("description"), key
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")
-def test_the_form_shows_names_defaults_and_descriptions(stack: Stack) -> None:
+@pytest.fixture(scope="module")
+def page(stack: Stack) -> Iterator[Any]:
+    """Of a browser, large enough for whole forms; addresses are those of the stack's UI."""
+    if CHROMIUM is None:
+        pytest.skip("needs Debian's package chromium")
     from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=60_000)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1400, "height": 1600})
-        page.goto(f"{stack.url}/v2/deployments/deployment/{stack.deployment('demo')['id']}/run")
-        for text in ("Gamma", "Of slot weights decay", "Tree budgets", "Mask token id", "Drafter layers"):
-            expect(page.get_by_text(re.compile(text)).first).to_be_visible(timeout=60_000)
-        page.screenshot(path=stack.root / "form.png", full_page=True)
+        yield browser.new_page(viewport={"width": 1400, "height": 1600}, base_url=stack.url)
         browser.close()
 
 
-def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_finds_it(stack: Stack) -> None:
+def shown(page: Any, address: str, *texts: str) -> None:
+    from playwright.sync_api import expect
+
+    page.goto(address)
+    for text in texts:
+        expect(page.get_by_text(re.compile(text)).first).to_be_visible()
+
+
+def test_the_form_shows_names_defaults_and_descriptions_and_says_what_is_wrong(stack: Stack, page: Any) -> None:
+    form = f"/v2/deployments/deployment/{stack.deployment('demo')['id']}/run"
+    shown(page, form, "Gamma", "Of slot weights decay", "Tree budgets", "Mask token id", "Drafter layers")
+    page.screenshot(path=stack.root / "form.png", full_page=True)
+    page.get_by_label("Gamma (Optional)", exact=True).fill("-1")
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("'training.gamma'. Failure reason: -1 is less than or equal to the minimum of 0").wait_for()
+
+
+def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_finds_it(
+    stack: Stack, page: Any
+) -> None:
     run = stack.run()
     finished = stack.wait(run, "Completed", "Failed", "Crashed")
     assert finished["state_name"] == "Completed", finished["state"]["message"]
@@ -183,6 +202,13 @@ def test_a_run_from_the_ui_ends_completed_and_a_run_without_a_server_of_its_own_
     artifacts = stack.api("artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [run]}}})
     assert {"pipeline-result", "evaluation", "evaluation-plots"} <= {artifact["key"] for artifact in artifacts}
     assert {a["key"] for a in artifacts if a["type"] == "progress"} == {None}  # they would fill the page of artifacts
+    shown(page, "/v2/artifacts", "pipeline-result", "evaluation-plots", "training-curves", "verdict")
+    shown(page, f"/v2/runs/flow-run/{run}?tab=Artifacts", "Completed", "evaluation: what came out", "training: finish")
+    ids = {artifact["key"]: artifact["id"] for artifact in artifacts}
+    shown(page, f"/v2/artifacts/artifact/{ids['evaluation']}", "acceptance length")
+    page.get_by_role("table").first.wait_for()
+    page.goto(f"/v2/artifacts/artifact/{ids['evaluation-plots']}")
+    page.get_by_role("img").first.wait_for()
 
     changes = [f"--set={s}.{key}={json.dumps(value)}" for s, values in SMALL.items() for key, value in values.items()]
     done = stack.dflash("run", "demo", *changes, "--json")
@@ -213,8 +239,9 @@ def test_a_retry_from_the_ui_repeats_what_failed_and_what_comes_after_it(stack: 
     assert parts <= {"bundled:demo-verifier", "plan", "evaluation", "verdict"}
 
 
-def test_a_run_cancelled_in_the_ui_stops_within_seconds_and_keeps_its_steps(stack: Stack) -> None:
+def test_a_run_cancelled_in_the_ui_stops_within_seconds_and_keeps_its_steps(stack: Stack, page: Any) -> None:
     run, training = stack.train_for_long(seed=6)
+    shown(page, f"/v2/runs/flow-run/{run}?tab=Artifacts", "Running", "training: .*step")
     stack.api(f"flow_runs/{run}/set_state", {"state": {"type": "CANCELLING", "name": "Cancelling"}})
     stack.wait(run, "Cancelled", seconds=120)  # ten on a quiet machine
     assert list(training.glob("step-*"))
