@@ -39,7 +39,8 @@ bench-corpus: install
 
 # extraction against the bare forward pass and against one row at a time; reading against memmap and safetensors
 bench-extraction: install
-	$(BIN)/python benchmarks/extraction.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/extraction.py --median 100 --no-reading
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/extraction.py --median 300
 
 # a training step against other trainers', which live in an environment of their own: minutes on a quiet machine
 bench-training: install
