@@ -20,7 +20,7 @@ from dflash.inputs import identity_of
 from dflash.manifests import Artifact, Key, remembered_sha256, text_sha256
 from dflash.pinning import PinnedVerifier, num_tokens
 
-RECIPES = {"prompts": 1, "generation": 2, "tokenization": 2, "extraction": 3, "training": 4, "evaluation": 6}
+RECIPES = {"prompts": 2, "generation": 2, "tokenization": 2, "extraction": 3, "training": 4, "evaluation": 6}
 
 SELECTION = ("max_prompts", "deduplicate", "decontaminate")
 ANSWERING = ("backend", "max_prompt_tokens", "max_new_tokens", "temperature")

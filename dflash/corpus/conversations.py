@@ -1,4 +1,4 @@
-"""Rows of a source to conversations: eight schemas in, one out. Knows no file format, no tokenizer and no model."""
+"""Rows of a source to conversations: nine schemas in, one out. Knows no file format, no tokenizer and no model."""
 
 import json
 import re
@@ -39,13 +39,14 @@ ROLES = {
 }
 """What roles are called elsewhere. A turn of role function_call is an assistant's whose text is the call."""
 
-SCHEMAS = ("messages", "conversations", "prompt", "instruction", "question", "turns", "text", "input_ids")
+SCHEMAS = ("messages", "conversations", "prompt", "instruction", "question", "problem", "turns", "text", "input_ids")
 """The column that names a row's schema; the first that is there counts."""
 
 COMPANIONS = {
     "prompt": ("response", "completion"),
     "instruction": ("output", "response"),
     "question": ("answer", "response"),
+    "problem": ("solution", "answer"),
 }
 """Where the answer to a column is: the first that is there counts."""
 
@@ -53,6 +54,7 @@ NAMES = {
     "prompt": "prompt/response",
     "instruction": "instruction/input/output",
     "question": "question/answer",
+    "problem": "problem/solution",
     "input_ids": "input_ids+loss_mask",
 }
 SYSTEM = ("system", "system_prompt")
@@ -131,8 +133,8 @@ def _turns(row: dict[str, Any], schema: str) -> list[Any]:
     """The turns of a row in the form of `messages`; what they hold is not looked at yet."""
     if schema in ("messages", "conversations"):
         turns = _listed(row[schema], schema)
-    elif schema == "turns":
-        turns = [turn for text in _listed(row["turns"], "turns") for turn in ({"role": "user", "content": text}, OPEN)]
+    elif schema == "turns" or (schema == "prompt" and _is_texts(row["prompt"])):
+        turns = [turn for text in _listed(row[schema], schema) for turn in ({"role": "user", "content": text}, OPEN)]
     else:
         turns = _side(row[schema], "user")
         if schema == "instruction" and (given := row.get("input", row.get("context"))):
@@ -152,6 +154,10 @@ def _listed(value: Any, what: str) -> list[Any]:
     if not value:
         raise Rejected("empty", f"{what} is an empty list; remove the row")
     return value
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
 def _side(value: Any, role: str) -> list[Any]:

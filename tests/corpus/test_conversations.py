@@ -61,6 +61,7 @@ PAIR = [user("Why?"), assistant("Because.")]
         ("prompt/response", {"prompt": PAIR[:1], "completion": PAIR[1:]}),
         ("instruction/input/output", {"instruction": "Why?", "input": "", "output": "Because."}),
         ("question/answer", {"question": "Why?", "answer": "Because."}),
+        ("problem/solution", {"problem": "Why?", "solution": "Because.", "answer": "B"}),
     ],
 )
 def test_pairs_of_every_schema_give_the_same_conversation(name: str, row: dict[str, Any]):
@@ -68,6 +69,59 @@ def test_pairs_of_every_schema_give_the_same_conversation(name: str, row: dict[s
     assert schema == name
     assert found.messages == PAIR
     assert found.id == conversation({"messages": PAIR}, "keep").id
+
+
+WRITE = ["Compose a travel blog post.", "Start every sentence with A."]
+MATH = "Convert $(0,3)$ to polar coordinates."
+EVALUATION_SETS = {
+    "Spec-Bench": ({"question_id": 81, "category": "writing", "turns": WRITE}, WRITE, "writing"),
+    "MT-Bench": ({"question_id": 81, "category": "writing", "turns": WRITE, "reference": ["", ""]}, WRITE, "writing"),
+    "HuggingFaceH4/mt_bench_prompts": (
+        {"category": "writing", "prompt": WRITE, "reference": [], "prompt_id": 36},
+        WRITE,
+        "writing",
+    ),
+    "GSM8K": ({"question": "How many clips?", "answer": "48/2 = 24\n#### 24"}, ["How many clips?"], "chats"),
+    "HuggingFaceH4/MATH-500": (
+        {
+            "problem": MATH,
+            "solution": r"We have that $r = 3.$",
+            "answer": r"\left( 3, \frac{\pi}{2} \right)",
+            "subject": "Precalculus",
+            "level": 2,
+            "unique_id": "test/precalculus/807.json",
+        },
+        [MATH],
+        "chats",
+    ),
+    "HumanEval": (
+        {
+            "task_id": "HumanEval/0",
+            "prompt": "def f():\n",
+            "entry_point": "f",
+            "canonical_solution": "    return 1\n",
+            "test": "def check(candidate): ...",
+        },
+        ["def f():\n"],
+        "chats",
+    ),
+    "Alpaca": (
+        {"instruction": "Translate.", "input": "Hello", "output": "Hallo", "text": "Below is an instruction …"},
+        ["Translate.\n\nHello"],
+        "chats",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "asked", "category"), EVALUATION_SETS.values(), ids=EVALUATION_SETS)
+def test_a_row_of_each_usual_evaluation_set_is_its_user_turns(row: dict[str, Any], asked: list[str], category: str):
+    found = parse(row, answers="generate", category="", origin="o", source="data/chats.jsonl:7")[0]
+    assert found.messages == [turn for text in asked for turn in (user(text), OPEN)]
+    assert found.category == category
+
+
+def test_a_list_of_texts_as_prompt_has_no_answer_to_keep():
+    assert rejected({"prompt": WRITE, "response": "Aloha."}, "keep").reason == "no_answer"
 
 
 def test_the_first_known_column_decides_and_nulls_are_no_columns():
