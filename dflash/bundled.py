@@ -15,8 +15,13 @@ BUNDLED = {
     "demo-verifier": ASSETS / "demo_verifier",
     "gsm8k-train": ASSETS / "prompts" / "gsm8k_train.jsonl",
     "evaluation": ASSETS / "prompts" / "evaluation.jsonl",
+    "spec-bench": ASSETS / "prompts" / "spec_bench.jsonl",
 }
-LICENCES = {f"{PREFIX}gsm8k-train": "MIT", f"{PREFIX}evaluation": "MIT and Apache-2.0"}
+LICENCES = {
+    f"{PREFIX}gsm8k-train": "MIT",
+    f"{PREFIX}evaluation": "MIT and Apache-2.0",
+    f"{PREFIX}spec-bench": "Apache-2.0",
+}
 """Of the prompts, by name; those of the files beside them."""
 
 
