@@ -6,6 +6,7 @@ published layout. Reads safetensors only: other files of weights could run code.
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ from dflash.pinning import PinnedVerifier, check_mask_token, pin
 from dflash.text_config import with_defaults
 
 log = logging.getLogger(__name__)
+
+CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^/]+)")
+"""A line as sha256sum writes it: in text or binary mode, of a file that was named with or without its folder."""
 
 
 def verifier_of(
@@ -135,13 +139,13 @@ def check_sums(folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder / CHECKSUMS} is damaged ({error}); get the folder again") from None
     for number, line in enumerate(lines, start=1):
-        digest, _, name = line.partition("  ")
-        if not name or Path(name).name != name:
+        found = CHECKSUM.fullmatch(line)
+        if not found:
             raise ValueError(f"{folder / CHECKSUMS}:{number}: {line!r} is no checksum and name; get the folder again")
-        path = folder / name
-        if not path.exists():
+        path = folder / found[2]
+        if not path.is_file():
             raise ValueError(f"{path} is missing, though {CHECKSUMS} names it; get the folder again")
-        if file_sha256(path) != digest:
+        if file_sha256(path) != found[1]:
             raise ValueError(f"{path} differs from its checksum in {CHECKSUMS}; get the folder again")
 
 

@@ -17,9 +17,9 @@ from dflash.drafter.formats import FORMATS
 from dflash.drafter.initialisation import initialise
 from dflash.drafter.model import Drafter
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, export_drafter
-from dflash.export.importing import import_drafter, verifier_of
+from dflash.export.importing import check_sums, import_drafter, verifier_of
 from dflash.keys import training_key
-from dflash.manifests import Artifact, home, load_manifest
+from dflash.manifests import Artifact, file_sha256, home, load_manifest
 from dflash.pinning import pin
 from tests.export.export_small import LAYERS, Made
 
@@ -345,6 +345,24 @@ def test_a_download_that_is_not_whole_is_noticed_by_its_checksums(drafter: Artif
     assert "tokenizer.json is missing" in error(folder)
     shutil.copyfile(folder / "config.json", folder / "tokenizer.json")
     assert "tokenizer.json differs from its checksum" in error(folder)
+
+
+@pytest.mark.parametrize("mark", [" *", "  ./", " *./"])
+def test_checksums_of_binary_mode_and_of_names_with_their_folder_are_read(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    line = file_sha256(tmp_path / "config.json") + mark
+    (tmp_path / CHECKSUMS).write_text(f"{line}config.json\n")
+    check_sums(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="config.json differs from its checksum in SHA256SUMS"):
+        check_sums(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../config.json", "a/config.json", "/config.json", "", "."])
+def test_checksums_of_files_elsewhere_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / CHECKSUMS).write_text(f"{'0' * 64}  {name}\n")
+    with pytest.raises(ValueError, match=f"SHA256SUMS:1: .*; get the folder again|{CHECKSUMS} names it"):
+        check_sums(tmp_path)
 
 
 def test_the_dtype_of_the_weights_is_kept_and_the_verifier_must_be_known(drafter: Artifact, tmp_path: Path) -> None:
