@@ -30,7 +30,7 @@ from dflash.inputs import HUB
 from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, file_sha256, home, text_sha256, write_atomically
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, RepoFile
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Alias(BaseModel):
 
 
 class Pushed(NamedTuple):
-    """A drafter that is in a registry now; `sent` are the bytes that were not there yet."""
+    """A drafter that is in a registry now; `sent` are the bytes of its files that were not there yet (hub: in main)."""
 
     drafter: str
     aliases: tuple[str, ...]
@@ -352,25 +352,36 @@ def _hub_token() -> str:
 
 
 def _push_to_hub(source: Path, repo: str, listing: Listing, *, champion: bool) -> Pushed:
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, RepoFile
 
     if not (token := _hub_token()):
         raise ValueError(f"{HUB}{repo}: HF_TOKEN is not set; put a token that may write there into the environment")
     api = HfApi(token=token)
     with _hub_problems(repo, token):
         api.create_repo(repo, private=True, exist_ok=True)
-        there = set(api.list_repo_files(repo)) - {".gitattributes"}
+        tree = api.list_repo_tree(repo, recursive=True)
+        there = {file.path: file for file in tree if isinstance(file, RepoFile) and file.path != ".gitattributes"}
     if there and FILES not in there:
         raise ValueError(f"{HUB}{repo} holds {min(there)}, but no drafter that was pushed; give another name")
     with _hub_problems(repo, token):
         added = [CommitOperationAdd(name, source / name) for name in listing.files]
         added.append(CommitOperationAdd(FILES, listing.model_dump_json(indent=1).encode()))
-        gone = [CommitOperationDelete(name) for name in sorted(there - {*listing.files, FILES})]
+        gone = [CommitOperationDelete(name) for name in sorted(there.keys() - {*listing.files, FILES})]
         commit = api.create_commit(repo, [*added, *gone], commit_message=listing.name)  # all of it or nothing
         for tag in (listing.name, CHAMPION) if champion else (listing.name,):
             _tag(api, repo, tag, commit.oid, token=token)
-    sent = sum(entry.size for entry in listing.files.values())
+    new = [name for name, entry in listing.files.items() if not _hub_holds(there.get(name), source / name, entry)]
+    sent = sum(listing.files[name].size for name in new)
     return Pushed(listing.name, ALIASES if champion else (LATEST,), sent)
+
+
+def _hub_holds(file: "RepoFile | None", path: Path, entry: FileEntry) -> bool:
+    """Whether a file on the hub is that one. The hub has checksums of large files, and of small ones git's."""
+    if file is None or file.size != entry.size:
+        return False
+    if file.lfs:
+        return file.lfs.sha256 == entry.sha256
+    return file.blob_id == hashlib.sha1(b"blob %d\0" % entry.size + path.read_bytes()).hexdigest()
 
 
 def _tag(api: "HfApi", repo: str, tag: str, commit: str, *, token: str) -> None:

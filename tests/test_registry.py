@@ -288,6 +288,10 @@ def git_oid(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
+def lfs_of(content: bytes) -> dict[str, object]:
+    return {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 100}
+
+
 class Hub(BaseHTTPRequestHandler):
     """The part of the hub's protocol that a registry needs, for the real client; one repository, in memory."""
 
@@ -295,6 +299,7 @@ class Hub(BaseHTTPRequestHandler):
     tags: dict[str, str]
     champions: list[str]  # the only commits that may become it; none: all
     asked: list[str]
+    large: set[str]  # files that it says it keeps as large ones
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:
@@ -369,6 +374,7 @@ class Hub(BaseHTTPRequestHandler):
             return self.reply(
                 [
                     {"type": "file", "path": name, "size": len(content), "oid": etags[name]}
+                    | ({"lfs": lfs_of(content)} if name in self.large else {})
                     for name, content in files.items()
                 ]
             )
@@ -383,7 +389,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     from huggingface_hub import constants
 
-    state = {"commits": {"0" * 40: {".gitattributes": b""}}, "tags": {}, "champions": [], "asked": []}
+    state = {"commits": {"0" * 40: {".gitattributes": b""}}, "tags": {}, "champions": [], "asked": [], "large": set()}
     handler = type("OneHub", (Hub,), state)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -418,6 +424,17 @@ def test_on_the_hub_what_is_pulled_is_what_was_pushed(hub: type[Hub], drafter: P
     with pytest.raises(ValueError, match="RevisionNotFoundError"):
         pull(place, tmp_path / "e", name="drafter-000000000000")
     assert not (tmp_path / "e").exists()
+
+
+def test_a_push_to_the_hub_says_how_many_bytes_were_not_there(hub: type[Hub], drafter: Path) -> None:
+    place = "hub:someone/drafter"
+    whole = sum(map(len, sent_of(drafter).values()))
+    assert push(drafter, place, champion=False).sent == whole
+    assert push(drafter, place, champion=True).sent == 0, "all of it is there"
+    (drafter / "README.md").write_text("Another card.\n")
+    assert push(drafter, place, champion=False).sent == len("Another card.\n")
+    hub.large = {"model.safetensors"}
+    assert push(drafter, place, champion=False).sent == 0, "large files are told by another checksum"
 
 
 def test_the_champion_on_the_hub_outlives_a_push_that_fails(
