@@ -44,7 +44,11 @@ RecipeName = Annotated[
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting, e.g. training.epochs=3. Repeatable."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Change a setting, e.g. training.epochs=3 or training.loss.kl=1. Repeatable.",
+    ),
 ]
 Revision = Annotated[
     str, typer.Option(help="Of a verifier on the hub; empty: the recorded one, else main.", show_default=False)

@@ -112,12 +112,13 @@ def load_flow(entrypoint: str) -> Any:
 
 
 def _apply(sections: dict[str, Any], change: str, *, own: Mapping[str, Any]) -> None:
+    """Change one value, however deep; what lies beside it stays. Sections are copied: recipes of a file share them."""
     place, equals, text = change.partition("=")
-    section, dot, key = place.strip().partition(".")
-    if equals and not dot and own.get(section) is str:
+    section, *keys = place.strip().split(".")
+    if equals and not keys and own.get(section) is str:
         sections[section] = text
         return
-    if not equals or not dot or not key:
+    if not equals or not keys or not all(keys):
         raise ValueError(f"--set {change}: write it as section.key=value, for example training.gamma=7")
     names = [*Recipe.model_fields, *(name for name, kind in own.items() if kind is not str)]
     if section not in names:
@@ -126,7 +127,15 @@ def _apply(sections: dict[str, Any], change: str, *, own: Mapping[str, Any]) -> 
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         raise ValueError(f"--set {change}: {text!r} is not a value; quote texts with special characters") from None
-    sections[section] = {**sections.get(section, {}), key: value}
+    held, path = sections, [section, *keys]
+    for depth, name in enumerate(path[:-1], start=1):
+        inner = {} if held.get(name) is None else held[name]
+        if not isinstance(inner, dict):
+            whole = ".".join(path[:depth])
+            raise ValueError(f"--set {change}: {whole} is no section; set it as a whole, {whole}=VALUE")
+        held[name] = dict(inner)
+        held = held[name]
+    held[path[-1]] = value
 
 
 def explain(error: ValidationError, of: Any = Recipe) -> str:

@@ -18,11 +18,12 @@ A recipe (in `prefect.yaml`) names what differs from the defaults. `--set` chang
 run, or one plan:
 
 ```
-dflash plan demo --set training.epochs=3 --set 'evaluation.budgets=[16, 64]' --set 'training.shape={head_dim: 64}'
+dflash plan demo --set training.epochs=3 --set 'evaluation.budgets=[16, 64]' --set training.shape.head_dim=64
 ```
 
-In the UI the same settings are the fields of a deployment's form. A value that is not allowed, and a name that is not
-here, is refused before anything runs.
+Each changes one value, at any depth; the others of its section stay as in the recipe. In the UI the same settings are
+the fields of a deployment's form. A value that is not allowed, and a name that is not here, is refused before anything
+runs.
 
 The column *key* says whether a setting decides what comes out, and so is part of the key under which the stage's result
 is kept. Where it says "no", another value changes how work is done or watched, never the ids or weights: what was made

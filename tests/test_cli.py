@@ -46,6 +46,16 @@ def test_the_production_recipes_are_the_published_configuration() -> None:
         assert fast.model_copy(update={"training": t}) == recipe
 
 
+def test_set_changes_one_value_inside_a_section_and_leaves_the_rest_of_it() -> None:
+    changes = ["training.loss={ce: 0.5}", "training.loss.kl=1", "extraction.store_final=true"]
+    changes += ["training.shape.sliding_window=32", "training.shape.sliding_layers=[0]"]
+    recipe = recipes.load_recipe("demo", changes)
+    assert (recipe.training.loss.ce, recipe.training.loss.kl) == (0.5, 1)
+    assert (recipe.training.shape.sliding_window, recipe.training.shape.sliding_layers) == (32, [0])
+    changed = {"loss": recipe.training.loss, "shape": recipe.training.shape}
+    assert recipe.training == recipes.load_recipe("demo").training.model_copy(update=changed)
+
+
 def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
     recipe = recipes.load_recipe(
         "demo", ["training.gamma=7", "evaluation.budgets=[8, 32]", "training.learning_rate=6e-4"]
@@ -70,6 +80,11 @@ def test_set_changes_one_value_and_is_validated_like_the_rest() -> None:
         (["run", "demo", "--set", "trainig.gamma=7"], ["trainig", "training", "evaluation"]),
         (["run", "demo", "--set", "training.gamma"], ["training.gamma", "section.key=value"]),
         (["run", "demo", "--set", "training.gamma=-1"], ["training.gamma", "greater than 0"]),
+        (["run", "demo", "--set", "training.gamma..x=1"], ["training.gamma..x=1", "section.key=value"]),
+        (["run", "demo", "--set", "training.epochs.x=1"], ["training.epochs is no section", "training.epochs=VALUE"]),
+        (["run", "demo", "--set", "training.gamma.x=1"], ["training.gamma", "valid number", "{'x': 1}"]),
+        (["run", "demo", "--set", "training.shape.window=32"], ["training.shape.window", "choose", "sliding_window"]),
+        (["run", "demo", "--set", "generation.prompts.0=x"], ["generation.prompts is no section", "prompts=VALUE"]),
         (["run", "demo", "--set", "training.optimizer=sgd"], ["training.optimizer", "adamw", "muon"]),
         (["run", "demo", "--set", "training.block_size=1"], ["training.block_size", "greater than or equal to 2"]),
         (["run", "demo", "--set", "evaluation.budgets=[64, 16]"], ["evaluation.budgets", "ascending"]),
