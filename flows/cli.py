@@ -130,7 +130,10 @@ def _terminated(*_: object) -> NoReturn:
 
 def _run(start: recipes.Start, refresh: list[Step]) -> None:
     """The flow in this process. Raises StageError for whatever went wrong in it."""
+    from flows.watch import TAGS  # imports Prefect
+
     flow = recipes.load_flow(start.flow)
+    TAGS.set(start.tags)
     _log_to_terminal()
     sections = {name: getattr(start.recipe, name) for name in Recipe.model_fields}
     try:

@@ -22,12 +22,13 @@ OWN_PARAMETERS: dict[str, dict[str, Any]] = {
 
 
 class Start(NamedTuple):
-    """What is to be run: a flow (`FILE:FUNCTION`), with a recipe and parameters of its own."""
+    """What is to be run: a flow (`FILE:FUNCTION`), with a recipe, parameters of its own and the tags of its run."""
 
     flow: str
     name: str
     recipe: Recipe
     own: Mapping[str, Any]
+    tags: Sequence[str] = ()
 
     @property
     def trains(self) -> bool:
@@ -96,7 +97,7 @@ def load(name: str, changes: Sequence[str] = ()) -> Start:
             values[key] = TypeAdapter(own[key]).validate_python(given[key])
         except ValidationError as error:
             raise ValueError(f"{name}: {key}: {explain(error, own[key])}") from None
-    return Start(deployment["entrypoint"], deployment["name"], recipe, values)
+    return Start(deployment["entrypoint"], deployment["name"], recipe, values, deployment.get("tags", ()))
 
 
 def _only_one(name: str, known: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:

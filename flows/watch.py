@@ -5,6 +5,8 @@
 
 import logging
 import os
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 from uuid import UUID
 
@@ -21,11 +23,14 @@ from flows.reaper import note_of
 
 log = logging.getLogger("dflash.flows")
 QUOTA_EVENT = "dflash.quota.exceeded"
+TAGS: ContextVar[Sequence[str]] = ContextVar("tags_of_the_run", default=())
+"""Of a run that this process starts by itself; a deployment's run has them already. With Prefect's own `tags` its tasks
+would have them too, where each set is asked about at the server, and `gpu` is a limit."""
 _active: dict[UUID, FileLock] = {}
 
 
 def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Note the process (a worker does it for its own), protect what the run uses, and say when the disk is full."""
+    """Note process and tags (a worker does it for its own), protect what the run uses, say when the disk is full."""
     del state
     library = logging.getLogger("dflash")
     if library.level == logging.NOTSET:  # Prefect gives it a handler, but no level, and then only warnings pass
@@ -34,7 +39,7 @@ def begin(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
         _active[flow_run.id] = housekeeping.protect_run(str(flow_run.id))
     if os.environ.get("PREFECT__FLOW_RUN_ID") != str(flow_run.id) and (note := note_of(os.getpid())):
         with get_client(sync_client=True) as client:
-            client.update_flow_run(flow_run.id, infrastructure_pid=note)
+            client.update_flow_run(flow_run.id, infrastructure_pid=note, tags=list(TAGS.get()) or None)
     used, quota = housekeeping.usage_and_quota()
     if quota is not None and used > quota:
         for place in (log, flow_run_logger(flow_run, flow)):  # the terminal; the run's page, as a hook is no part of it

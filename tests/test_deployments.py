@@ -3,19 +3,24 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import Flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName, FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.flows import load_flow_from_entrypoint
 
 from dflash.config import Recipe
 from flows import recipes
 from flows.deployments import register
 from flows.reaper import open_pool
+from tasks.stage import GPU
 
 PROJECT = recipes.prefect_yaml().parent
 KNOWN = recipes.registered(recipes.prefect_yaml())
@@ -117,3 +122,21 @@ def test_registering_does_what_prefect_deploy_does_and_again_changes_nothing(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert registered(client) == before
+
+
+def test_a_run_of_the_command_has_the_tags_of_its_deployment_and_its_tasks_do_not(
+    client: SyncPrefectClient, home: Path
+) -> None:
+    """A set of tags on a task costs requests, and `gpu` on one that needs none would wait for a GPU."""
+    changes = ["generation.max_prompts=2", "generation.max_new_tokens=8", "tokenization.validation_share=0"]
+    changes += ["evaluation.max_prompts=2", "evaluation.max_new_tokens=8"]
+    words = ["run", "prepare-data/demo", *(word for change in changes for word in ("--set", change))]
+    subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, timeout=120)
+    flow = FlowFilter(name=FlowFilterName(any_=["prepare-data"]))
+    [run] = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.START_TIME_DESC, limit=1)
+    assert sorted(run.tags) == sorted(KNOWN["prepare-data/demo"]["tags"])
+    deadline = time.monotonic() + 30
+    while not (tasks := client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[run.id])))):
+        assert time.monotonic() < deadline, "the server writes task runs down a little later"
+        time.sleep(0.2)
+    assert {tag for task in tasks for tag in task.tags} <= {GPU}
