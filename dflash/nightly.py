@@ -24,8 +24,9 @@ def history_svg(report: Path) -> str:
 def track(report: Path, *, recipe: str, mode: str, project: str) -> int:
     """Log the verifier's evaluations that were not logged yet; returns how many there are in all.
 
-    All of a verifier are one run, with a row per report, whose number in the history is the step. `mode` is
-    training.tracking, `report` the folder of one of them, which says what can stand beside it.
+    All that can stand beside each other (of one verifier and its dtype, one schema version, as many responses and
+    tokens) are one run, with a row per report, whose number in the history is the step. `mode` is training.tracking,
+    `report` the folder of one of them.
     """
     facts = load_evaluated(report).report
     verifier = facts["verifier"]
