@@ -5,6 +5,9 @@ number of processes: what several hold in shares is whole here.
 
 The folder is that of the training's key, so other settings never find it. To continue with other settings all the same,
 copy the old key's folder to the name of the new key's and set `training.accept_changes`.
+
+    in_progress/KEY/step-000200            a checkpoint
+    in_progress/KEY/damaged-step-000200    one that was found damaged: none any more, for people to look at
 """
 
 import json
@@ -12,7 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -94,31 +97,60 @@ def best_step(scores: Mapping[int, float]) -> int | None:
 
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """Raises Damaged where it is not there or not what was written."""
+    """Raises Damaged where a file is missing or not what was written, ValueError where another version wrote it.
+
+    OSError where the disk does not answer: that says nothing about the checkpoint, and trying again may help.
+    """
     path = _folder(folder, step)
     try:
-        record = json.loads((path / RECORD).read_text())
-        if text_sha256(record["text"]) != record["sha256"]:
-            raise ValueError(f"{RECORD} differs from its checksum")
-        content: dict[str, Any] = json.loads(record["text"])
-        tensors: dict[str, Any] = {}
-        for name, digest in content.pop("files").items():
-            if file_sha256(path / name) != digest:
-                raise ValueError(f"{name} differs from its checksum")
-            tensors[name.removesuffix(".safetensors")] = load((path / name).read_bytes())
-        return Checkpoint(**content, **tensors)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"{path}: {error}") from error
+        content, files = _record(path)
+        tensors: dict[str, Any] = {
+            name: _tensors(path / f"{name}.safetensors", digest) for name, digest in files.items()
+        }
+    except FileNotFoundError as error:
+        raise Damaged(f"{path}: {Path(error.filename).name} is missing") from error
+    return Checkpoint(**content, **tensors)
+
+
+def _record(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a checkpoint holds beside tensors, and the checksums of the files of these."""
+    try:
+        record = json.loads((path / RECORD).read_bytes())
+        text, digest = record["text"], record["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{path}: {RECORD} cannot be read ({error})") from error
+    if text_sha256(text) != digest:
+        raise Damaged(f"{path}: {RECORD} differs from its checksum")
+    content: dict[str, Any] = json.loads(text)
+    files = {name.removesuffix(".safetensors"): sha256 for name, sha256 in content.pop("files", {}).items()}
+    if unlike := sorted({*content, *files} ^ {field.name for field in fields(Checkpoint)}):
+        raise ValueError(
+            f"{path}: made by another version of dflash, which differs in {', '.join(unlike)}; continue with that "
+            f"version, or remove {path.parent} to begin anew"
+        )
+    return content, files
+
+
+def _tensors(path: Path, digest: str) -> dict[str, Tensor]:
+    if file_sha256(path) != digest:
+        raise Damaged(f"{path.parent}: {path.name} differs from its checksum")
+    return load(path.read_bytes())
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; damaged ones are named in the log and removed. None where there is none."""
+    """The newest whole checkpoint; damaged ones are named in the log and set aside. None where there is none.
+
+    Raises ValueError and OSError as `read_checkpoint` does: then nothing has become of any checkpoint.
+    """
     for step in saved_steps(folder):
         try:
             return read_checkpoint(folder, step)
         except Damaged as error:
-            log.error("damaged checkpoint removed, falling back to the one before: %s", error)
-            shutil.rmtree(_folder(folder, step))
+            path = _folder(folder, step)
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)  # that of an earlier time
+            path.rename(aside)
+            log.error("damaged checkpoint set aside as %s, falling back to the one before: %s", aside.name, error)
     return None
 
 

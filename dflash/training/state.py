@@ -148,7 +148,7 @@ class State:
 
 
 def newest(folder: Path, ranks: Ranks) -> Checkpoint | None:
-    """The newest whole checkpoint, the same at all ranks; only the first judges and removes damaged ones."""
+    """The newest whole checkpoint, the same at all ranks; only the first judges and sets damaged ones aside."""
     found = load_newest(folder) if ranks.first else None
     step = ranks.share(found.step if found else None)
     return found if step is None or found else read_checkpoint(folder, step)

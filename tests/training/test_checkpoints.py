@@ -1,9 +1,12 @@
+import errno
+import json
 import logging
+import os
 
 import pytest
 import torch
 
-from dflash.manifests import Damaged
+from dflash.manifests import Damaged, text_sha256
 from dflash.training.checkpoints import (
     Checkpoint,
     forget_checkpoints,
@@ -75,7 +78,42 @@ def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path, caplog, 
     with caplog.at_level(logging.ERROR):
         assert load_newest(tmp_path).step == 5
     assert "step-000010" in caplog.text
-    assert not path.parent.exists()
+    assert saved_steps(tmp_path) == [5]
+    assert len(list((tmp_path / "damaged-step-000010").iterdir())) == (3 if damage == "delete" else 4)
+
+
+def test_a_step_that_is_damaged_again_takes_the_place_of_the_first_one_set_aside(tmp_path):
+    for _ in range(2):
+        path = save_checkpoint(tmp_path, checkpoint(10))
+        (path / "weights.safetensors").unlink()
+        assert load_newest(tmp_path) is None
+    assert [found.name for found in tmp_path.iterdir()] == ["damaged-step-000010"]
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_disk_that_does_not_answer_costs_no_checkpoint(tmp_path, monkeypatch, code):
+    for step in (5, 10):
+        save_checkpoint(tmp_path, checkpoint(step))
+
+    def fails(path):
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dflash.training.checkpoints.file_sha256", fails)
+        with pytest.raises(OSError, match=os.strerror(code)):
+            load_newest(tmp_path)
+    assert load_newest(tmp_path).step == 10
+
+
+@pytest.mark.parametrize("change", [{"loss_scale": 2.0}, {"settings": None}])
+def test_a_checkpoint_of_another_version_is_named_as_such_and_kept(tmp_path, change):
+    path = save_checkpoint(tmp_path, checkpoint(10)) / "checkpoint.json"
+    content = json.loads(json.loads(path.read_text())["text"]) | change
+    text = json.dumps({name: value for name, value in content.items() if value is not None})
+    path.write_text(json.dumps({"sha256": text_sha256(text), "text": text}))
+    with pytest.raises(ValueError, match=f"step-000010: made by another version .* differs in {next(iter(change))}"):
+        load_newest(tmp_path)
+    assert saved_steps(tmp_path) == [10]
 
 
 def test_an_interrupted_save_is_no_checkpoint(tmp_path):
