@@ -548,7 +548,11 @@ class TrainingConfig(Config):
         "0: never.",
     )
     max_skipped: int = Field(
-        20, title="Most skipped steps", ge=0, description="Stop when more steps were skipped, non-finite ones included."
+        20,
+        title="Most skipped steps",
+        ge=0,
+        description="Stop when more steps were skipped, non-finite ones included; with a higher limit it goes on.",
+        json_schema_extra=PRACTICAL,
     )
     epochs: int = Field(6, title="Epochs", gt=0, description="Passes over the training rows.")
     max_steps: int = Field(0, title="Most steps", ge=0, description="Stop after N optimizer steps; 0: epochs decide.")

@@ -198,6 +198,21 @@ def test_steps_of_no_use_are_skipped_named_and_counted_until_there_are_too_many(
         train(make_config(epochs=3, max_skipped=2), states)
 
 
+def test_a_run_that_stopped_at_the_limit_of_skipped_steps_goes_on_with_a_higher_one(poisoned, caplog):
+    states, config = make_states(LENGTHS), make_config(epochs=3)
+    whole = train(config, states)
+    expected = weights(whole), rows_of(whole)
+    with pytest.raises(FloatingPointError, match="2 steps are more than training.max_skipped"):
+        train(make_config(epochs=3, max_skipped=1), states)
+    begun = load_newest(in_progress(training_key(config, states))).step
+    assert begun > 0
+    with caplog.at_level(logging.INFO):
+        resumed = train(config, states)
+    assert f"15 steps from step {begun}," in caplog.text
+    assert same(weights(resumed), expected[0])
+    assert rows_of(resumed) == expected[1]
+
+
 DIVERGING = {"max_steps": 8, "epochs": 8, "warmup_share": 0, "validate_every": 4}
 
 
