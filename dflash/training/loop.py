@@ -3,7 +3,7 @@
 Weights and moments are float32; arithmetic is in the configured dtype. All random numbers are functions of (seed, step,
 row) and of (seed, epoch), so that a checkpoint is weights, moments and counts, and a resumed run ends bit-identical.
 
-P tokens of all documents, F features, A anchors, V vocabulary, U draft vocabulary
+R rows of the store, X groups that a row is in
 """
 
 import json
@@ -22,31 +22,27 @@ import torch
 from filelock import FileLock, Timeout
 
 from dflash.config import TrainingConfig
-from dflash.decoding.parity import REFERENCE, remember
 from dflash.decoding.replay import NotNumbers
-from dflash.drafter.blocks import sample_anchors
-from dflash.drafter.export import save_drafter
-from dflash.drafter.model import Drafter, Ends
-from dflash.hidden.store import HiddenStates
+from dflash.drafter.model import Ends
+from dflash.hidden.store import HiddenStates, Row
 from dflash.keys import RECIPES, training_key
-from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, load_manifest, publish, silent
+from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, load_manifest, silent
 from dflash.pinning import PinnedVerifier, num_tokens
-from dflash.training.batches import Batch, add_noise, plan_steps, row_generators
+from dflash.training.batches import OptimizerStep, plan_steps
 from dflash.training.checkpoints import refuse_changes
-from dflash.training.curves import draw_curves
 from dflash.training.data import coverage, longest_batch, parts_of, refuse_mask_token, usable_rows
 from dflash.training.launch import refuse_uneven_ranks
 from dflash.training.metrics import Tally
-from dflash.training.objective import block_loss
 from dflash.training.optimizers import average_and_clip, set_learning_rates, update_average
-from dflash.training.ranks import Ranks, joined, own
-from dflash.training.rows import last_row, of_all_rows, resume_rows
-from dflash.training.schedules import derived_seed, learning_rate_factor, noise_std
+from dflash.training.passes import Passes, arithmetic
+from dflash.training.publishing import publish_drafter
+from dflash.training.ranks import Ranks, joined
+from dflash.training.rows import last_row, resume_rows
+from dflash.training.schedules import learning_rate_factor, noise_std
 from dflash.training.start import new_state
-from dflash.training.state import Counters, newest, plain_copy
+from dflash.training.state import Counters, State, newest, plain_copy
 from dflash.training.tracking import STEP, tracked_run
 from dflash.training.validation import (
-    best_weights,
     deployment_metric,
     out_of_patience,
     replay_groups,
@@ -57,8 +53,6 @@ from dflash.training.validation import (
 log = logging.getLogger(__name__)
 
 BUFFERS = 4  # micro-batches in memory: one in use, and a reading thread for each of the others
-REMEMBERED_ROWS = 4  # held-out ones first, for the parity gate
-ANCHORS, NOISE = 0, 1  # purposes of random numbers
 
 
 class Stopped(Exception):
@@ -102,37 +96,14 @@ def _train(
 ) -> Artifact:
     folder, device = in_progress(key), ranks.device
     store = HiddenStates.open(hidden_states.path)
-    dtype = getattr(torch, config.dtype)
-    autocast = torch.autocast(device.type, dtype=torch.bfloat16, enabled=config.dtype == "bfloat16")
-    taps = store.info["target_layer_ids"]
     train_rows, validation_rows = usable_rows(store)
-    plan = plan_steps(
-        train_rows,
-        [store.rows[row].length for row in train_rows],
-        [store.rows[row].bucket for row in train_rows],
-        max_tokens=config.max_tokens_per_batch,
-        seed=config.seed,
-        order=config.order,
-        epochs=config.epochs,
-        accumulation=config.accumulation,
-        max_steps=config.max_steps,
-        num_ranks=ranks.world,
-    )
+    plan = _planned(config, store, train_rows, num_ranks=ranks.world)
     total = len(plan)
-    checkpoint = newest(folder, ranks)
-    state = new_state(config, store, ranks, verifier=verifier, continued=checkpoint is not None)
-    parameters = list(state.drafter.parameters())
     settings = key.model_dump(mode="json", include={"recipe", "config", "inputs"})
     metric = deployment_metric(config.tree_budget)
-    if checkpoint:
-        refuse_changes(
-            checkpoint.settings, settings, folder=folder, step=checkpoint.step, accepted=config.accept_changes
-        )
-        same_optimizer = checkpoint.settings["config"]["optimizer"] == config.optimizer
-        state.restore(checkpoint, ranks, metric=metric, same_optimizer=same_optimizer)
-    else:
-        refuse_mask_token(store, train_rows[ranks.rank :: ranks.world], mask_token_id=config.mask_token_id)
+    state = _begun(config, store, ranks, folder, verifier=verifier, rows=train_rows, settings=settings, metric=metric)
     # the loss is of all rows of a padded head, so that rows without a token become improbable; none of them is proposed
+    dtype = getattr(torch, config.dtype)
     ends = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"]).for_drafter(state.drafter)
     proposing = ends.for_drafter(state.drafter, num_tokens=num_tokens(verifier) if verifier else None)
     history = ranks.share(
@@ -140,11 +111,12 @@ def _train(
     )
     state.scores |= scores_of(history, metric)  # that of its own step is not in a checkpoint yet
     summary: dict[str, Any] = {
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters": sum(parameter.numel() for parameter in state.drafter.parameters()),
         "rows": len(train_rows),
         "verifier": store.info["verifier"],
         "chat": store.info["chat"],
         "on_policy_share": store.info["on_policy_share"],
+        "planned_steps": total,
     }
     if config.draft_vocab_size and ranks.first:
         shares = coverage(state.drafter, store, labels=config.labels, train=train_rows, validation=validation_rows)
@@ -167,13 +139,7 @@ def _train(
     def due(step: int) -> bool:
         return step % config.validate_every == 0 or step == total
 
-    def sound() -> bool:
-        """Whether all weights are finite; every rank must ask."""
-        return not ranks.any(not all(own(weight).isfinite().all() for weight in parameters))
-
     def save() -> None:
-        if not sound():  # nobody could go on from them
-            raise FloatingPointError(f"step {state.step}: the weights are not finite any more; lower the learning rate")
         state.num_rows = len(history)
         state.save(
             folder, ranks, settings=settings, metric=metric, keep_last=config.keep_last, keep_every=config.keep_every
@@ -183,22 +149,7 @@ def _train(
         if not validation_rows:
             log.info("step %d: no validation rows, so no validation", state.step)
             return
-        published = state.drafter
-        if state.average or ranks.world > 1:
-            published = plain_copy(state.drafter, state.weights())
-        own_rows = validation_rows[ranks.rank :: ranks.world]
-        rows = ((store.rows[row], store.read(row)) for row in own_rows if not should_stop())
-        try:
-            with autocast:
-                groups = replay_groups(published, proposing, rows, tree_budget=config.tree_budget)
-        except NotNumbers as error:
-            raise FloatingPointError(
-                f"step {state.step}: validation: {error.place}; lower the learning rate, or look for damage in the "
-                "hidden states with dflash verify"
-            ) from None
-        if ranks.any(should_stop()):
-            raise Stopped("stopped while validating; run again to continue")
-        row = validation_row(ranks.gather(groups), step=state.step)
+        row = _validated(config, store, state, proposing, ranks, rows=validation_rows, should_stop=should_stop)
         record(row)
         state.scores |= scores_of([row], metric)
 
@@ -216,15 +167,24 @@ def _train(
         history=history,
     )
     groups, groups_RX = parts_of(store.rows)
+    compute = Passes(
+        config,
+        state.drafter,
+        ends,
+        device,
+        num_taps=len(store.info["target_layer_ids"]),
+        groups_RX=groups_RX,
+        num_groups=len(groups),
+    )
     passes = [step.passes(ranks.rank) for step in plan]
     buffers = [store.buffers(longest_batch(store, passes)) for _ in range(BUFFERS)]
-    ahead = [one.rows for step in passes[state.step :] for one in step]
-    batches = store.stream(ahead, buffers, device=device)
+    batches = store.stream([one.rows for step in passes[state.step :] for one in step], buffers, device=device)
     with tracked as log_row, closing(batches):
         if state.step and due(state.step) and last_row(history, "validation").get(STEP) != state.step:
             validate()  # it was interrupted
         while state.step < total and not out_of_patience(state.scores, config.patience):
             t0, step, counters = time.perf_counter(), state.step, state.counters
+            finished = step + 1
             factor = learning_rate_factor(
                 step,
                 total=total,
@@ -235,82 +195,14 @@ def _train(
             std = noise_std(
                 step, total=total, warmup_share=config.warmup_share, start=config.noise_start, end=config.noise_end
             )
-            logging_now = (step + 1) % config.log_every == 0 or step + 1 == total
+            logging_now = finished % config.log_every == 0 or finished == total
+            rows = [store.rows[row] for row in plan[step].rows]
             blocks = Tally()
-            for rows, counts, earlier in passes[step]:
-                t1 = time.perf_counter()
-                states, ready = next(batches)
-                counters.waiting += time.perf_counter() - t1
-                counters.read_ahead += ready
-                counters.passes += 1
-                batch = Batch.of(states)
-                anchors_A = sample_anchors(
-                    batch.loss_mask_P,
-                    batch.documents,
-                    num_anchors=config.num_anchors,
-                    generators=row_generators(
-                        rows, earlier, seed=derived_seed(config.seed, step, ANCHORS), device="cpu"
-                    ),
-                ).to(device)
-                batch = batch.to(device)
-                features_PF = add_noise(
-                    batch.features_PF,
-                    batch.documents,
-                    num_taps=len(taps),
-                    std=std,
-                    generators=row_generators(
-                        rows, earlier, seed=derived_seed(config.seed, step, NOISE), device=device
-                    ),
-                )
-                with autocast:
-                    loss, counted = block_loss(
-                        state.drafter,
-                        ends,
-                        batch,
-                        features_PF=features_PF,
-                        anchors_A=anchors_A,
-                        labels=config.labels,
-                        loss=config.loss.model_dump(),
-                        weights=config.slot_weights,
-                        gamma=config.gamma,
-                        alpha=config.dpace_alpha,
-                        tree_budget=config.tree_budget,
-                        tree_metrics=logging_now,
-                        memory_bytes=config.loss_memory_mb * 2**20,
-                        groups_DX=groups_RX[rows].to(device, non_blocking=True),
-                        num_groups=len(groups),
-                    )
-                (loss if counts else loss * 0).backward()
-                if counts:
-                    blocks += counted
-            sums = torch.stack([blocks.loss, blocks.weight]).to(device)
-            ranks.add_up([sums])
-            norm = average_and_clip(parameters, weight=sums[1], clip_norm=config.clip_norm, ranks=ranks)
-            grad_norm, loss_sum, weight = torch.stack([norm.double(), *sums]).tolist()
-            mean_loss = loss_sum / max(weight, 1e-9)
-
-            state.step = finished = step + 1
-            objection = state.steadiness.objection(
-                loss=mean_loss, grad_norm=grad_norm, spike_factor=config.spike_factor, clip_norm=config.clip_norm
-            )
-            if objection:
-                state.steadiness = state.steadiness.skipped_one()
-                ids = ", ".join(store.rows[row].id for row in plan[step].rows)
-                skip(finished, objection, ids, state.steadiness.skipped, most=config.max_skipped, sound=sound())
-            else:
-                set_learning_rates(state.optimizers, factor=factor)
-                for optimizer in state.optimizers:
-                    optimizer.step()
-                if state.average:
-                    update_average(state.average, state.drafter, decay=config.ema)
-                state.steadiness = state.steadiness.accepted(grad_norm)
-                counters.steps += 1
-                counters.blocks += blocks
-                counters.grad_norm += grad_norm
-            for optimizer in state.optimizers:
-                optimizer.zero_grad()
-
-            counters.add_rows([store.rows[row] for row in plan[step].rows])
+            for one in passes[step]:
+                states = counters.read(batches)
+                blocks += compute.backward(one, states, step=step, std=std, tree_metrics=logging_now)
+            loss = _take_step(config, state, blocks, ranks, factor=factor, rows=rows)
+            counters.add_rows(rows)
             counters.seconds += time.perf_counter() - t0
             speed = counters.row_tokens / counters.seconds
             if logging_now:
@@ -320,9 +212,7 @@ def _train(
                 record({STEP: finished} | now | counters.metrics(groups))
                 state.counters = Counters(tokens=counters.tokens + counters.row_tokens)
             if ranks.first:
-                progress(
-                    finished, total, note(finished, loss=mean_loss, scores=state.scores, speed=speed, device=device)
-                )
+                progress(finished, total, note(finished, loss=loss, scores=state.scores, speed=speed, device=device))
             stopping = ranks.any(should_stop())
             if finished % config.save_every == 0 or due(finished) or stopping:
                 save()
@@ -333,39 +223,131 @@ def _train(
 
     weights, artifact = state.weights(), None
     if ranks.first:
-        chosen, weights = best_weights(
-            folder, weights, state.scores, metric, last=state.step, average=bool(state.average)
+        artifact = publish_drafter(
+            key,
+            state,
+            weights,
+            folder=folder,
+            store=store,
+            ends=proposing,
+            rows=[*validation_rows, *train_rows],
+            dtype=dtype,
+            metric=metric,
+            summary=summary,
+            history=history,
         )
-        counters = state.counters
-        summary |= {"steps": state.step, "planned_steps": total, "tokens": counters.tokens + counters.row_tokens}
-        summary |= {"skipped": state.steadiness.skipped, "best": chosen}
-        summary |= {name: of_all_rows(last_row(history, name)) for name in ("train", "validation")}
-        with publish(key, summary=summary) as (scratch, result):
-            drafter = plain_copy(state.drafter, weights).to(dtype)
-            save_drafter(scratch, drafter, head_UH=ends.draft_head_UH if config.draft_vocab_size else None)
-            _remember_drafts(scratch / REFERENCE, drafter, proposing, store, [*validation_rows, *train_rows])
-            (scratch / "best.json").write_text(json.dumps(chosen, indent=1) + "\n")
-            shutil.copyfile(folder / "metrics.jsonl", scratch / "metrics.jsonl")
-            (scratch / "plots").mkdir()
-            draw_curves(history, scratch / "plots")
         shutil.rmtree(folder)
-        artifact = result()
     artifact = ranks.share(artifact)
     assert artifact is not None, "the first rank has published it"
     return artifact
 
 
-def _remember_drafts(path: Path, drafter: Drafter, ends: Ends, store: HiddenStates, rows: Sequence[int]) -> None:
-    """For the parity gate: what the drafter drafts for some rows in the verifier's precision, in which it is served."""
-    dtype, device = getattr(torch, store.info["verifier"]["dtype"]), drafter.fc.weight.device
-    served = Ends(store.frozen(), dtype=dtype, device=device, **store.info["logits"])
-    remember(
-        path,
-        drafter=drafter.to(dtype).eval(),
-        ends=served.for_drafter(drafter, num_tokens=ends.draft_vocab_size),
-        rows=[store.read(row) for row in rows[:REMEMBERED_ROWS]],
-        storage_dtype=store.info["storage_dtype"],
+def _planned(
+    config: TrainingConfig, store: HiddenStates, rows: Sequence[int], *, num_ranks: int
+) -> list[OptimizerStep]:
+    return plan_steps(
+        rows,
+        [store.rows[row].length for row in rows],
+        [store.rows[row].bucket for row in rows],
+        max_tokens=config.max_tokens_per_batch,
+        seed=config.seed,
+        order=config.order,
+        epochs=config.epochs,
+        accumulation=config.accumulation,
+        max_steps=config.max_steps,
+        num_ranks=num_ranks,
     )
+
+
+def _begun(
+    config: TrainingConfig,
+    store: HiddenStates,
+    ranks: Ranks,
+    folder: Path,
+    *,
+    verifier: PinnedVerifier | None,
+    rows: Sequence[int],
+    settings: dict[str, Any],
+    metric: str,
+) -> State:
+    """As the newest checkpoint in the folder has it, or new.
+
+    Raises ValueError for other settings than those that it was made with, and for rows that say the mask token.
+    """
+    checkpoint = newest(folder, ranks)
+    state = new_state(config, store, ranks, verifier=verifier, continued=checkpoint is not None)
+    if checkpoint is None:
+        refuse_mask_token(store, rows[ranks.rank :: ranks.world], mask_token_id=config.mask_token_id)
+        return state
+    refuse_changes(checkpoint.settings, settings, folder=folder, step=checkpoint.step, accepted=config.accept_changes)
+    same_optimizer = checkpoint.settings["config"]["optimizer"] == config.optimizer
+    state.restore(checkpoint, ranks, metric=metric, same_optimizer=same_optimizer)
+    return state
+
+
+def _take_step(
+    config: TrainingConfig, state: State, blocks: Tally, ranks: Ranks, *, factor: float, rows: Sequence[Row]
+) -> float:
+    """One optimizer step with the gradients of `blocks`, or none where they are of no use; returns the mean loss.
+
+    `factor` is that of the learning rates, and `rows` are all that the step is of.
+    """
+    sums = torch.stack([blocks.loss, blocks.weight]).to(ranks.device)
+    ranks.add_up([sums])
+    parameters = list(state.drafter.parameters())
+    norm = average_and_clip(parameters, weight=sums[1], clip_norm=config.clip_norm, ranks=ranks)
+    grad_norm, loss_sum, weight = torch.stack([norm.double(), *sums]).tolist()
+    loss = loss_sum / max(weight, 1e-9)
+    state.step += 1
+    objection = state.steadiness.objection(
+        loss=loss, grad_norm=grad_norm, spike_factor=config.spike_factor, clip_norm=config.clip_norm
+    )
+    if objection:
+        state.steadiness = state.steadiness.skipped_one()
+        ids = ", ".join(row.id for row in rows)
+        skip(state.step, objection, ids, state.steadiness.skipped, most=config.max_skipped, sound=state.sound(ranks))
+    else:
+        set_learning_rates(state.optimizers, factor=factor)
+        for optimizer in state.optimizers:
+            optimizer.step()
+        if state.average:
+            update_average(state.average, state.drafter, decay=config.ema)
+        state.steadiness = state.steadiness.accepted(grad_norm)
+        state.counters.steps += 1
+        state.counters.blocks += blocks
+        state.counters.grad_norm += grad_norm
+    for optimizer in state.optimizers:
+        optimizer.zero_grad()
+    return loss
+
+
+def _validated(
+    config: TrainingConfig,
+    store: HiddenStates,
+    state: State,
+    ends: Ends,
+    ranks: Ranks,
+    *,
+    rows: Sequence[int],
+    should_stop: Callable[[], bool],
+) -> dict[str, float]:
+    """A row of metrics from the replay of these rows with the weights that would be published; every rank must ask."""
+    published = state.drafter
+    if state.average or ranks.world > 1:
+        published = plain_copy(state.drafter, state.weights())
+    own_rows = rows[ranks.rank :: ranks.world]
+    read = ((store.rows[row], store.read(row)) for row in own_rows if not should_stop())
+    try:
+        with arithmetic(config.dtype, ranks.device):
+            groups = replay_groups(published, ends, read, tree_budget=config.tree_budget)
+    except NotNumbers as error:
+        raise FloatingPointError(
+            f"step {state.step}: validation: {error.place}; lower the learning rate, or look for damage in the "
+            "hidden states with dflash verify"
+        ) from None
+    if ranks.any(should_stop()):
+        raise Stopped("stopped while validating; run again to continue")
+    return validation_row(ranks.gather(groups), step=state.step)
 
 
 def skip(step: int, objection: str, ids: str, skipped: int, *, most: int, sound: bool) -> None:

@@ -3,7 +3,8 @@
 Weights may be held in shares by several ranks; in a checkpoint they are whole, so that any number of ranks continues.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dflash.drafter.model import Drafter
-from dflash.hidden.store import Row
+from dflash.hidden.store import PackedStates, Row
 from dflash.training.checkpoints import Checkpoint, forget_checkpoints, load_newest, read_checkpoint, save_checkpoint
 from dflash.training.metrics import Tally
 from dflash.training.optimizers import load_state_tensors, state_tensors
-from dflash.training.ranks import Ranks, as_held, load_weights, whole
+from dflash.training.ranks import Ranks, as_held, load_weights, own, whole
 from dflash.training.spikes import Steadiness
 
 
@@ -45,6 +46,15 @@ class Counters:
 
     def to_json(self) -> dict[str, Any]:
         return vars(self) | {"blocks": self.blocks.to_json()}
+
+    def read(self, batches: Iterator[tuple[PackedStates, int]]) -> PackedStates:
+        """The next batch, whose wait is counted."""
+        t0 = time.perf_counter()
+        states, ready = next(batches)
+        self.waiting += time.perf_counter() - t0
+        self.read_ahead += ready
+        self.passes += 1
+        return states
 
     def add_rows(self, rows: Sequence[Row]) -> None:
         for row in rows:
@@ -95,6 +105,10 @@ class State:
         """Those to publish, whole; every rank must ask."""
         return {name: whole(weight) for name, weight in (self.drafter.state_dict() | self.average).items()}
 
+    def sound(self, ranks: Ranks) -> bool:
+        """Whether all weights are finite; every rank must ask."""
+        return not ranks.any(not all(own(weight).isfinite().all() for weight in self.drafter.parameters()))
+
     def save(
         self,
         folder: Path,
@@ -107,8 +121,11 @@ class State:
     ) -> None:
         """A checkpoint in the folder, and older ones forgotten; every rank must ask, the first one writes.
 
-        `metric` is what the scores are of: to a run with another one they say nothing.
+        `metric` is what the scores are of: to a run with another one they say nothing. Raises FloatingPointError where
+        weights are not finite: nobody could go on from them.
         """
+        if not self.sound(ranks):
+            raise FloatingPointError(f"step {self.step}: the weights are not finite any more; lower the learning rate")
         self.counters.together(ranks)
         checkpoint = Checkpoint(
             self.step,

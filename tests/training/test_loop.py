@@ -16,7 +16,8 @@ from dflash.keys import training_key
 from dflash.manifests import home as data_root
 from dflash.manifests import in_progress, verify
 from dflash.training.checkpoints import load_newest
-from dflash.training.loop import Stopped, block_loss, train
+from dflash.training.loop import Stopped, train
+from dflash.training.objective import block_loss
 from dflash.training.optimizers import average_and_clip
 from dflash.training.ranks import Ranks
 from tests.drafter.small import make_drafter, make_ends
