@@ -35,6 +35,18 @@ def make_optimizers(
     ]
 
 
+def missing_moments(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Memory, not filled, as large as the moments that the optimizers will make in their first step."""
+    return [
+        torch.empty_like(own(parameter))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if not optimizer.state.get(parameter)
+        for _ in range(2 if isinstance(optimizer, AdamW) else 1)
+    ]
+
+
 def set_learning_rates(optimizers: Sequence[Optimizer], *, factor: float) -> None:
     """`factor` times the peak that each optimizer was made with."""
     for optimizer in optimizers:

@@ -1,23 +1,34 @@
-"""Forward and backward of a micro-batch, with the anchors and the noise of its step. Takes no optimizer step.
+"""Forward and backward of a micro-batch, with the anchors and the noise of its step; the largest one as a rehearsal.
+
+Takes no optimizer step.
 
 All random numbers are functions of (seed, step, row): the same pass gives the same gradient whenever it is made.
 
 P tokens of all documents, F features, A anchors, R rows of the store, X groups that a row is in
 """
 
+import logging
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from dflash.config import TrainingConfig
 from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.model import Drafter, Ends
-from dflash.hidden.store import PackedStates
+from dflash.hidden.store import PackedStates, Row
 from dflash.training.batches import Batch, Pass, add_noise, row_generators
 from dflash.training.metrics import Tally
 from dflash.training.objective import block_loss
+from dflash.training.optimizers import missing_moments
+from dflash.training.ranks import own
 from dflash.training.schedules import derived_seed
+
+log = logging.getLogger(__name__)
 
 ANCHORS, NOISE = 0, 1  # purposes of random numbers
 
@@ -75,6 +86,60 @@ class Passes:
     def _generators(self, one: Pass, step: int, purpose: int, *, device: torch.device) -> list[torch.Generator]:
         seed = derived_seed(self.config.seed, step, purpose)
         return row_generators(one.rows, one.earlier, seed=seed, device=device)
+
+
+class Size(NamedTuple):
+    """Of a micro-batch; there may be fewer anchors where a row has several responses."""
+
+    tokens: int
+    anchors: int
+
+
+def size_of(one: Pass, rows: Sequence[Row], *, num_anchors: int) -> Size:
+    members = [rows[number] for number in one.rows]
+    return Size(
+        tokens=sum(row.length for row in members),
+        anchors=sum(min(num_anchors, max(0, row.num_supervised - 1)) for row in members),
+    )
+
+
+def largest(passes: Iterable[Pass], rows: Sequence[Row], *, num_anchors: int, block_size: int) -> list[Pass]:
+    """The one with most positions in the drafter: tokens, and the slots of blocks. None where there is none."""
+
+    def positions(one: Pass) -> int:
+        size = size_of(one, rows, num_anchors=num_anchors)
+        return size.tokens + size.anchors * block_size
+
+    return sorted(passes, key=positions)[-1:]
+
+
+def rehearse(
+    compute: Passes, one: Pass, states: PackedStates, size: Size, optimizers: Sequence[Optimizer], *, accumulates: bool
+) -> None:
+    """Forward and backward for nothing, with all that a step can need, so that too little memory is noticed now.
+
+    `accumulates` says that a step has several passes. Changes no weight, no moment and no gradient. Raises ValueError
+    where memory does not suffice; every rank of several must come here.
+    """
+    t0, config = time.perf_counter(), compute.config
+    try:
+        # a later step begins with moments, which optimizers make in their first one, and with gradients of other passes
+        held = missing_moments(optimizers)
+        held += [torch.empty_like(own(weight)) for weight in compute.drafter.parameters() if accumulates]
+        compute.backward(one, states, step=0, std=max(config.noise_start, config.noise_end), tree_metrics=True)
+        del held
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            f"training.max_tokens_per_batch: the largest micro-batch, of {size.tokens:,} tokens and {size.anchors:,} "
+            f"anchors, does not fit into memory ({'. '.join(str(error).split('. ')[:2])}); lower it, or "
+            "training.num_anchors"
+        ) from error
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    log.info(
+        "the largest micro-batch fits into memory: %s tokens, %s anchors; tried in %.1f s",
+        *(f"{size.tokens:,}", f"{size.anchors:,}", time.perf_counter() - t0),
+    )
 
 
 def arithmetic(dtype: str, device: torch.device) -> torch.autocast:
