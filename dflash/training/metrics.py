@@ -20,8 +20,6 @@ TOPS = (1, 4, 8)
 """Accuracy and streak count a label as right where it is among so many best tokens."""
 
 TREE_BUDGETS = (16, 64, 256)
-BY_GROUP = ("loss", "accuracy", "streak", "ddtree_accept")
-"""Beginnings of the names of what is told apart by groups."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Tally:
         return cls(tuple(values["columns"]), torch.tensor(values["sums"], dtype=torch.float64))
 
     def metrics(self, groups: Sequence[str] = ()) -> dict[str, float]:
-        """Averages by name, those of a group as `name/group`. What was not measured is not there.
+        """Averages by name, those of a group as `name/group`, but for slots. What was not measured is not there.
 
         `loss` is per unit of weight; `accuracy`, `top4_accuracy`, `top8_accuracy` and `recall@k` are shares of live
         slots whose label is among the top k; `streak`, `ddtree_streak4`, `ddtree_streak8` are leading live slots of a
@@ -73,7 +71,7 @@ class Tally:
             for name, value in _averages(sums).items():
                 if not group:
                     metrics[name] = value
-                elif name.startswith(BY_GROUP):
+                elif "/" not in name:
                     metrics[f"{name}/{group}"] = value
         return metrics
 

@@ -81,6 +81,16 @@ def test_training_learns_and_publishes_a_whole_artifact(changes):
     assert not list((data_root() / "in_progress").iterdir())
 
 
+def test_lines_of_the_log_and_the_summary_are_of_all_rows_only(caplog):
+    with caplog.at_level(logging.INFO):
+        artifact = train(make_config(max_steps=2), make_states(LENGTHS))
+    assert "train/calibration@16/category/maths" in rows_of(artifact)[0]
+    (line,) = [said for said in caplog.messages if said.startswith("step 2  epoch")]
+    assert "top8_accuracy" in line
+    shown = set(line.split()) | {name for part in ("train", "validation") for name in artifact.summary[part]}
+    assert not [name for name in shown if "category" in name or re.search("./bucket", name)]
+
+
 def test_the_same_seed_gives_the_same_drafter_and_another_seed_another():
     states = make_states(LENGTHS)
     first, again, other = (train(make_config(max_steps=4, seed=seed), states) for seed in (0, 0, 1))

@@ -60,12 +60,20 @@ def test_sums_of_parts_are_those_of_the_whole_and_survive_a_file():
     assert (whole.loss.item(), whole.weight.item()) == (3, 5)
 
 
-def test_groups_are_told_apart():
-    metrics = count(RANKS, LIVE, groups=[[0, 1], [2, 1], [0, 1]]).metrics(["category/a", "bucket/0", "category/b"])
+def test_groups_are_told_apart_by_every_metric_but_those_of_slots():
+    values = torch.zeros(3, 3, 5)
+    counted = count(RANKS, LIVE, groups=[[0, 1], [2, 1], [0, 1]], values=values)
+    metrics = counted.metrics(["category/a", "bucket/0", "category/b"])
     assert metrics["accuracy/category/a"] == 1 / 3
     assert metrics["accuracy/category/b"] == 1 / 2
     assert metrics["accuracy/bucket/0"] == metrics["accuracy"]
-    assert "recall@4/category/a" not in metrics
+    assert (metrics["top8_accuracy/category/a"], metrics["top8_accuracy/category/b"]) == (2 / 3, 2 / 2)
+    of_all = {name for name in metrics if "bucket" not in name and "category" not in name}
+    assert {"ddtree_streak4", "recall@64", "ddtree_accept@5", "calibration@2", "acceptance/slot1"} <= of_all
+    for group in ("category/a", "category/b", "bucket/0"):
+        assert {name.removesuffix(f"/{group}") for name in metrics if name.endswith(f"/{group}")} == {
+            name for name in of_all if "slot" not in name
+        }
 
 
 def best_prefixes(values: list[list[float]], budget: int) -> list[tuple[float, tuple[int, ...]]]:
