@@ -15,14 +15,16 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from dflash.manifests import Damaged, file_sha256, text_sha256, write_atomically
+from dflash.manifests import Damaged, file_sha256, home, text_sha256, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -175,3 +177,34 @@ def refuse_changes(
                 f"continue from it all the same, or remove {folder} to begin anew"
             )
         log.warning("continuing from step %d with other settings, as asked: %s", step, changes)
+
+
+def mention_others(folder: Path, current: Mapping[str, Any]) -> None:
+    """Warn of the training on the same hidden states, with other settings, that was interrupted furthest, if any.
+
+    It lies in a folder beside `folder`, which is that of the `current` settings and holds no checkpoint yet.
+    """
+    found = []
+    for beside in folder.parent.glob("training-*"):
+        for step in saved_steps(beside)[:1] if not _is_trained(beside.name) else ():
+            with suppress(OSError, ValueError):  # what cannot be read is no reason not to train
+                saved = _record(_folder(beside, step))[0]["settings"]
+                if saved.get("inputs", {}).get("hidden_states") == current["inputs"]["hidden_states"]:
+                    found.append((step, beside, ", ".join(differing(saved, current))))
+    if found:
+        step, beside, changes = max(found)
+        log.warning(
+            "beginning anew, while %s was interrupted at step %d on the same hidden states (%s); to continue that one, "
+            "run it with its settings, or stop this, copy what is in it to %s and set training.accept_changes",
+            *(beside, step, changes, folder),
+        )
+
+
+def _is_trained(key: str) -> bool:
+    """Whether a process trains it now."""
+    path = home() / "locks" / f"{key}-trainer.lock"
+    try:
+        with FileLock(path).acquire(timeout=0) if path.exists() else nullcontext():
+            return False
+    except Timeout:
+        return True

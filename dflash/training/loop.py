@@ -29,7 +29,7 @@ from dflash.keys import RECIPES, training_key
 from dflash.manifests import Artifact, Key, Progress, find, home, in_progress, load_manifest, silent
 from dflash.pinning import PinnedVerifier, num_tokens
 from dflash.training.batches import OptimizerStep, plan_steps
-from dflash.training.checkpoints import refuse_changes
+from dflash.training.checkpoints import mention_others, refuse_changes
 from dflash.training.data import coverage, longest_batch, parts_of, refuse_mask_token, usable_rows
 from dflash.training.launch import refuse_uneven_ranks
 from dflash.training.metrics import Tally
@@ -283,6 +283,8 @@ def _begun(
     checkpoint = newest(folder, ranks)
     state = new_state(config, store, ranks, verifier=verifier, continued=checkpoint is not None)
     if checkpoint is None:
+        if ranks.first:
+            mention_others(folder, settings)
         refuse_mask_token(store, rows[ranks.rank :: ranks.world], mask_token_id=config.mask_token_id)
         return state
     refuse_changes(checkpoint.settings, settings, folder=folder, step=checkpoint.step, accepted=config.accept_changes)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from dflash.drafter.blocks import sample_anchors
@@ -296,6 +297,33 @@ def test_continuing_with_other_settings_is_refused_naming_them_unless_it_was_ask
     accepted = train(other.model_copy(update={"accept_changes": True}), states)
     assert accepted.key == str(training_key(other, states))
     assert accepted.summary["steps"] == 10
+
+
+def test_an_interrupted_training_of_the_same_states_is_named_with_its_step_what_differs_and_how_to_go_on(caplog):
+    states, config, other = make_states(LENGTHS), make_config(max_steps=10), make_config(max_steps=10, gamma=7.0)
+    with pytest.raises(Stopped):
+        train(config, states, should_stop=stop_after(5))
+    begun, anew = (in_progress(training_key(settings, states)) for settings in (config, other))
+
+    def said(config, states):
+        caplog.clear()
+        with pytest.raises(Stopped):
+            train(config, states, should_stop=stop_after(1))
+        return [record.getMessage() for record in caplog.records if "beginning anew" in record.getMessage()]
+
+    (line,) = said(other, states)
+    assert f"while {begun} was interrupted at step 5 on the same hidden states (config.gamma: 10.0 -> 7.0)" in line
+    assert f"copy what is in it to {anew} and set training.accept_changes" in line
+    assert said(other, states) == []  # it continues
+    assert said(make_config(max_steps=10, gamma=4.0), make_states(LENGTHS, seed=1)) == []
+    with FileLock(data_root() / "locks" / f"{begun.name}-trainer.lock"):  # nothing was interrupted
+        (line,) = said(make_config(max_steps=10, gamma=5.0), states)
+    assert f"while {anew} was interrupted at step 2" in line
+
+    shutil.copytree(begun, anew, dirs_exist_ok=True)
+    accepted = train(other.model_copy(update={"accept_changes": True}), states)
+    assert "continuing from step 5 with other settings, as asked" in caplog.text
+    assert accepted.key == str(training_key(other, states))
 
 
 def test_the_progress_note_says_how_it_goes():
