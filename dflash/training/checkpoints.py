@@ -10,17 +10,20 @@ copy the old key's folder to the name of the new key's and set `training.accept_
     in_progress/KEY/damaged-step-000200    one that was found damaged: none any more, for people to look at
 """
 
+import errno
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
@@ -59,24 +62,46 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `folder`/step-000200. An interruption leaves the older ones whole."""
+    """Write `folder`/step-000200. An interruption leaves the older ones whole, and so does a full disk: OSError."""
     final = _folder(folder, checkpoint.step)
     aside = folder / f".{final.name}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    files = {}
-    for name in TENSORS:
-        path = aside / f"{name}.safetensors"
-        save_file({key: t.detach().contiguous() for key, t in getattr(checkpoint, name).items()}, path)
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[path.name] = file_sha256(path)
-    content = {"step": checkpoint.step, "counters": checkpoint.counters, "settings": checkpoint.settings}
-    text = json.dumps(content | {"files": files})
-    write_atomically(aside / RECORD, json.dumps({"sha256": text_sha256(text), "text": text}))
+    with _naming_a_full_disk(aside):
+        files = {}
+        for name in TENSORS:
+            path = aside / f"{name}.safetensors"
+            save_file({key: t.detach().contiguous() for key, t in getattr(checkpoint, name).items()}, path)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+            files[path.name] = file_sha256(path)
+        content = {"step": checkpoint.step, "counters": checkpoint.counters, "settings": checkpoint.settings}
+        text = json.dumps(content | {"files": files})
+        write_atomically(aside / RECORD, json.dumps({"sha256": text_sha256(text), "text": text}))
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     return final
+
+
+@contextmanager
+def _naming_a_full_disk(aside: Path) -> Iterator[None]:
+    """Removes what was written to `aside` by then."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors says the number in its text alone
+        said = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(said[1]) if said else 0
+        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+        free = shutil.disk_usage(aside.parent).free
+        raise OSError(
+            number,
+            f"{os.strerror(number)}: without this checkpoint {free:,} bytes are free, and a quota may allow fewer; "
+            "make room, or set DFLASH_HOME to a larger disk; the checkpoints before it are kept",
+            str(aside.parent),
+        ) from error
 
 
 def forget_checkpoints(folder: Path, *, keep_last: int, keep_every: int, scores: Mapping[int, float]) -> None:

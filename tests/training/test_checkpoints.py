@@ -2,6 +2,8 @@ import errno
 import json
 import logging
 import os
+import resource
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +116,22 @@ def test_a_checkpoint_of_another_version_is_named_as_such_and_kept(tmp_path, cha
     with pytest.raises(ValueError, match=f"step-000010: made by another version .* differs in {next(iter(change))}"):
         load_newest(tmp_path)
     assert saved_steps(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("large", ["weights", "counters"])
+def test_a_disk_that_is_full_is_named_with_a_remedy_and_costs_no_earlier_checkpoint(tmp_path, large):
+    save_checkpoint(tmp_path, checkpoint(5))
+    content = {"weights": {"w": torch.zeros(300_000)}, "counters": {"x": "x" * 300_000}}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # of one file, which to a writer is the same
+    try:
+        with pytest.raises(OSError, match=r"bytes are free.*make room, or set DFLASH_HOME") as raised:
+            save_checkpoint(tmp_path, replace(checkpoint(10), **{large: content[large]}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert raised.value.filename == str(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+    assert load_newest(tmp_path).step == 5
 
 
 def test_an_interrupted_save_is_no_checkpoint(tmp_path):

@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import threading
@@ -14,8 +15,8 @@ from dflash.drafter.blocks import sample_anchors
 from dflash.drafter.export import load_drafter
 from dflash.hidden.store import HiddenStates
 from dflash.keys import training_key
+from dflash.manifests import Damaged, in_progress, verify
 from dflash.manifests import home as data_root
-from dflash.manifests import in_progress, verify
 from dflash.training.checkpoints import load_newest
 from dflash.training.loop import Stopped, train
 from dflash.training.objective import block_loss
@@ -177,6 +178,19 @@ def test_a_mask_token_that_the_verifier_says_is_refused():
     rows[0].greedy_ids_T[12] = MASK
     with pytest.raises(ValueError, match=f"{MASK} occurs in the supervised text of row row0, position 13"):
         train(make_config(), make_states([20], rows=rows, validation=0))
+
+
+def test_a_byte_of_the_hidden_states_that_was_flipped_is_never_trained_on():
+    states = make_states(LENGTHS)
+    path = next(found for found in (states.path / "shards/0000/features/c").rglob("*") if found.is_file())
+    stat, content = path.stat(), bytearray(path.read_bytes())
+    content[stat.st_size // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # so that opening them notices nothing
+    steps = []
+    with pytest.raises(Damaged, match="shards/0000: .*its manifest is set aside"):
+        train(make_config(), states, progress=lambda done, *_: steps.append(done))
+    assert steps == []  # validation would notice it too
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import torch
 from dflash.config import TrainingConfig
 from dflash.decoding.ddtree import accepted_within, best_first, label_order, top_tokens
 from dflash.drafter.blocks import Documents, block_labels
+from dflash.drafter.model import Ends
 from dflash.training.batches import Batch
 from dflash.training.metrics import TREE_BUDGETS
 from dflash.training.objective import block_loss
@@ -104,6 +105,32 @@ def test_parts_of_a_batch_add_up_to_its_loss_and_gradient():
             gradients, sums = gradients + drafter.fc.weight.grad, sums + part_counted.sums
         torch.testing.assert_close(gradients, whole, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(sums, counted.sums, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("budget", [1, 3_000])
+def test_no_projection_is_larger_than_the_memory_of_the_loss_and_any_memory_gives_the_same(monkeypatch, final, budget):
+    states = 40 * make_ends().head_VH[make_batch().greedy_ids_P] if final else None
+    settings = {"tree_metrics": True} | ({"loss": {"ce": 0.5, "kl": 0.5}} if final else {})
+    drafter, expected, counted = block_loss_of(make_batch(final=states), **settings)
+    expected.backward()
+    sizes, project = [], Ends.draft_logits
+    monkeypatch.setattr(Ends, "draft_logits", lambda ends, hidden: sizes.append(len(hidden)) or project(ends, hidden))
+    bytes_of_a_slot = 61 * 4 * (3 if final else 2)  # logits and their gradient; the verifier's logits
+
+    def within(**given):
+        sizes.clear()
+        mine, loss, parts = block_loss_of(make_batch(final=states), **settings, **given)
+        loss.backward()
+        assert max(sizes) * bytes_of_a_slot <= max(budget, bytes_of_a_slot)  # one slot is the least
+        assert len(sizes) > 2
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(parts.sums, counted.sums, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mine.fc.weight.grad, drafter.fc.weight.grad, rtol=1e-4, atol=1e-5)
+
+    within(memory_bytes=budget)
+    monkeypatch.setattr("dflash.drafter.losses.MEMORY_BYTES", budget)
+    within()
 
 
 def test_no_anchors_give_no_loss_but_a_graph():
