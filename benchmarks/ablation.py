@@ -1,7 +1,7 @@
 """What helps training: one change at a time to a plain recipe, on the bundled verifier; a table in Markdown.
 
-    python benchmarks/ablation.py [--steps 300] [--seeds 3] [--processes 2] [--only plain --only Muon]
-    python benchmarks/ablation.py --long 3 [--data GSM8K_TRAIN.jsonl]
+    python benchmarks/ablation.py [--steps 200] [--seeds 3] [--processes 2] [--only plain --only Muon]
+    python benchmarks/ablation.py --seeds 1 --long 3 [--data GSM8K_TRAIN.jsonl]
 
 Hidden states are made once by the pipeline's own stages; each run trains for a fixed number of steps, in a process with
 one thread, and is judged by replaying the held-out evaluation prompts. Runs are appended to results.jsonl under
@@ -110,7 +110,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="not all variants")

@@ -1,6 +1,7 @@
 """The ablation's table, at a size of seconds: real prompts, the bundled verifier, three steps."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,21 @@ def test_runs_are_tabulated_and_never_run_twice(home: Path, capsys: pytest.Captu
     second, progress = capsys.readouterr()
     assert "2 runs of 3 steps, 1 to do" in progress
     assert second == first
+
+
+def test_make_ablation_makes_the_short_table_and_then_the_long_one_of_its_best(tmp_path: Path) -> None:
+    make = ["make", "-n", "ablation", "DATA=prompts.jsonl"]
+    said = subprocess.run(make, check=True, capture_output=True, text=True, cwd=Path(__file__).parent.parent).stdout
+    short, long = (line.split("ablation.py")[1].split() for line in said.splitlines() if "ablation.py" in line)
+    assert (short, long) == ([], ["--seeds", "1", "--long", "3", "--data", "prompts.jsonl"])  # of equal steps
+    rows = [
+        {"name": name, "steps": 200, "responses": {"tree64": [[accepted, 10]]}}
+        for name, accepted in (("plain", 10), ("Muon", 13), ("EMA 0.99", 9), ("D-PACE", 11), ("WSD", 12))
+    ]
+    results = tmp_path / "results.jsonl"
+    results.write_text("\n".join(map(json.dumps, rows)))
+    arguments = ablation.argparse.Namespace(only=[], long=3, steps=200)
+    assert ablation._names(arguments, results) == ["plain", "Muon", "WSD", "D-PACE"]
 
 
 def test_intervals_widen_with_disagreeing_seeds() -> None:

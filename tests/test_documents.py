@@ -105,7 +105,7 @@ def check_make(*words: str) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for word in words:
         name, assigned, _ = word.partition("=")
-        assert re.search(rf"^{name} \??:?= " if assigned else rf"^{name}:", makefile, re.MULTILINE), word
+        assert re.search(rf"^{name} \??:?=" if assigned else rf"^{name}:", makefile, re.MULTILINE), word
 
 
 def check_python(*words: str) -> None:
