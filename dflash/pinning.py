@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "vocab.json", "merges.txt", "tokenizer.model", "added_tokens.json",
 )  # fmt: skip
+MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size")
 TREE_ATTENTION = ("auto", "eager", "sdpa")
 ROLLED_BACK = ("full_attention", "sliding_attention", "linear_attention", "hybrid")
@@ -140,6 +141,12 @@ def complete_settings(folder: Path, *, trust_remote_code: bool = False) -> dict[
     return completed(settings, folder, trust_remote_code=trust_remote_code)
 
 
+def tokenizer_files(folder: Path) -> list[str]:
+    """The names, relative to a model's folder, of all files there that decide the ids of a conversation."""
+    more = sorted(path.relative_to(folder).as_posix() for path in folder.glob(MORE_TEMPLATES))
+    return [name for name in TOKENIZER_FILES if (folder / name).exists()] + more
+
+
 def pin(config: VerifierConfig) -> PinnedVerifier:
     """Resolve and identify a verifier. Raises ValueError where the model cannot be found or is no causal LM folder."""
     folder = _folder(config)
@@ -149,7 +156,7 @@ def pin(config: VerifierConfig) -> PinnedVerifier:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"verifier.model: {folder} holds no .safetensors weights; convert the model first")
-    tokenizer = {name: remembered_sha256(folder / name) for name in TOKENIZER_FILES if (folder / name).exists()}
+    tokenizer = {name: remembered_sha256(folder / name) for name in tokenizer_files(folder)}
     if not tokenizer:
         raise ValueError(f"verifier.model: {folder} holds no tokenizer; copy the model's tokenizer files there")
     kept = {name: value for name, value in settings.items() if name not in VOLATILE}
@@ -216,7 +223,7 @@ def chat_templates(verifier: PinnedVerifier) -> list[str]:
     if verifier.chat.template is not None:
         return [verifier.chat.template]
     folder = Path(verifier.path)
-    files = [folder / "chat_template.jinja", *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+    files = [folder / "chat_template.jinja", *sorted(folder.glob(MORE_TEMPLATES))]
     named = {file.stem: _text(file, "verifier.model") for file in files if file.exists()}
     config = folder / "tokenizer_config.json"
     if not named and config.exists():

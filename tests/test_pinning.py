@@ -80,6 +80,20 @@ def test_weights_tokenizer_template_and_settings_are_all_part_of_the_identity(fo
     )
 
 
+def test_every_template_that_is_used_is_part_of_the_identity(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("one")
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    found = [pinned(folder)]
+    for text in ("two", "three"):
+        (more / "tool_use.jinja").write_text(text)
+        found.append(pinned(folder))
+    assert len({verifier.identity for verifier in found}) == 3
+    assert len({verifier.tokenizer_identity for verifier in found}) == 3
+    shutil.rmtree(more)
+    assert pinned(folder) == found[0]
+
+
 def test_where_its_answers_end_is_part_of_the_identity(folder: Path) -> None:
     before = pinned(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))

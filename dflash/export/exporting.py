@@ -23,7 +23,7 @@ from dflash.export.card import model_card
 from dflash.export.facts import facts_of, is_record, report_on
 from dflash.lineage import Lineage, lineage
 from dflash.manifests import HOST, Manifest, file_sha256, remove_leftovers, verify
-from dflash.pinning import TOKENIZER_FILES, PinnedVerifier, pin
+from dflash.pinning import PinnedVerifier, pin, tokenizer_files
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +106,13 @@ def export_drafter(
         (aside / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
         (aside / PROVENANCE).write_text(json.dumps(facts, indent=1) + "\n")
         (aside / "README.md").write_text(model_card(facts, kind=kind, dtype=dtype))
-        for file in TOKENIZER_FILES:
-            if (Path(pinned.path) / file).exists():
-                shutil.copyfile(Path(pinned.path) / file, aside / file)
-        sums = [f"{file_sha256(path)}  {path.name}\n" for path in sorted(aside.iterdir())]
+        for file in tokenizer_files(Path(pinned.path)):
+            (aside / file).parent.mkdir(exist_ok=True)
+            shutil.copyfile(Path(pinned.path) / file, aside / file)
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        sums = [f"{file_sha256(path)}  {path.relative_to(aside).as_posix()}\n" for path in files]
         (aside / CHECKSUMS).write_text("".join(sums))
-        for path in aside.iterdir():
+        for path in [*files, aside / CHECKSUMS]:
             with path.open("rb") as written:
                 os.fsync(written.fileno())
         aside.replace(folder)

@@ -31,7 +31,7 @@ from dflash.text_config import with_defaults
 
 log = logging.getLogger(__name__)
 
-CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?([^/]+)")
+CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 """A line as sha256sum writes it: in text or binary mode, of a file that was named with or without its folder."""
 
 
@@ -140,7 +140,7 @@ def check_sums(folder: Path) -> None:
         raise ValueError(f"{folder / CHECKSUMS} is damaged ({error}); get the folder again") from None
     for number, line in enumerate(lines, start=1):
         found = CHECKSUM.fullmatch(line)
-        if not found:
+        if not found or Path(found[2]).is_absolute() or ".." in Path(found[2]).parts:
             raise ValueError(f"{folder / CHECKSUMS}:{number}: {line!r} is no checksum and name; get the folder again")
         path = folder / found[2]
         if not path.is_file():

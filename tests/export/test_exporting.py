@@ -14,7 +14,7 @@ from dflash.config import VerifierConfig
 from dflash.decoding.history import append
 from dflash.decoding.verdict import load_evaluated
 from dflash.drafter.export import load_drafter
-from dflash.export import importing
+from dflash.export import exporting, importing
 from dflash.export.card import model_card
 from dflash.export.exporting import CHECKSUMS, PROVENANCE, export_drafter
 from dflash.export.facts import shown, weak_categories
@@ -68,6 +68,25 @@ def test_weights_are_exported_bit_for_bit_and_cast_only_when_asked(
     assert json.loads((cast / "config.json").read_text())["dtype"] == "bfloat16"
     weights = load_file(cast / "model.safetensors")
     assert all(torch.equal(weights[name], weight.bfloat16()) for name, weight in trained.items())
+
+
+def test_every_template_of_the_verifier_comes_along_and_is_in_the_checksums(
+    made: Made, drafter: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / "verifier"
+    shutil.copytree(made.verifier.path, theirs)
+    (theirs / "additional_chat_templates").mkdir()
+    template = theirs / "additional_chat_templates" / "tool_use.jinja"
+    template.write_text("{{ tools }}")
+    pinned = made.verifier.model_copy(update={"path": str(theirs)})
+    monkeypatch.setattr(exporting, "_verifier_of", lambda *_, **__: pinned)
+    folder = export_drafter(drafter.key, tmp_path / "out", **AS_IS)
+    copy = folder / "additional_chat_templates" / "tool_use.jinja"
+    assert copy.read_text() == template.read_text()
+    check_sums(folder)
+    copy.write_text("{{ tool }}")
+    with pytest.raises(ValueError, match="tool_use.jinja differs from its checksum"):
+        check_sums(folder)
 
 
 def test_the_speculators_config_counts_layers_from_the_embedding_and_names_the_verifier(

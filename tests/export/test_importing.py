@@ -267,6 +267,10 @@ WRONG: dict[str, tuple[Change, str]] = {
     "an index of something else": (index({"fc.weight": 5}), "index.json is damaged"),
     "an index that leads outside": (index({"fc.weight": "../a.safetensors"}), "'../a.safetensors' is no file of this"),
     "checksums in no encoding": (lambda folder: (folder / CHECKSUMS).write_bytes(b"\xff"), "SHA256SUMS is damaged"),
+    "checksums of something outside": (
+        lambda folder: (folder / CHECKSUMS).write_text(f"{'0' * 64}  ../config.json\n"),
+        "SHA256SUMS:1: .* is no checksum and name",
+    ),
     "another theta": (edit(rope_theta=5.0), "rope_theta 5, but 10000 in its rope_parameters"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "half a config": (lambda folder: (folder / "config.json").write_text('{"block'), "config.json is damaged"),
