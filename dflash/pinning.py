@@ -244,21 +244,30 @@ def tap_layers(num_layers: int, num_taps: int, chosen: list[int]) -> list[int]:
     Raises ValueError for a layer the verifier does not have, for its last one (whose output is final-normed, so it is
     not a tap), and where a shallow verifier cannot give that many different taps.
     """
-    layers = chosen
-    if not chosen:
-        spread = [round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps)] if num_taps > 1 else []
-        layers = spread or [num_layers // 2]
-        if len(set(layers)) != len(layers):
-            raise ValueError(
-                f"extraction.num_taps: {num_taps} taps over {num_layers} layers coincide ({layers}); "
-                f"ask for at most {max(1, num_layers - 3)} or name extraction.target_layer_ids"
-            )
-    for layer in layers:
+    for layer in chosen:
         if not 0 <= layer < num_layers - 1:
             raise ValueError(
                 f"extraction.target_layer_ids: layer {layer} is out of range; "
                 f"the verifier has {num_layers} layers, taps are 0..{num_layers - 2}"
             )
+    return chosen or _spread(num_layers, num_taps)
+
+
+def _spread(num_layers: int, num_taps: int) -> list[int]:
+    if num_layers < 2:
+        raise ValueError(
+            f"extraction.num_taps: a verifier of {num_layers} layers has no taps, as the output of its last is "
+            "final-normed; use a deeper verifier"
+        )
+    layers = [num_layers // 2]
+    if num_taps > 1:
+        layers = [round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps)]
+    if layers != sorted(set(layers)) or layers[-1] > num_layers - 2:
+        fewer = f"ask for at most {max(1, num_layers - 3)}, or " if num_layers > 2 else ""
+        raise ValueError(
+            f"extraction.num_taps: {num_taps} taps over {num_layers} layers would be {layers}, which do not ascend or "
+            f"are none; {fewer}name extraction.target_layer_ids, up to {num_layers - 1} of 0..{num_layers - 2}"
+        )
     return layers
 
 

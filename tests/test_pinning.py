@@ -210,7 +210,7 @@ def test_a_package_that_is_not_installed_says_how_to_install_it(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("num_layers", "num_taps", "expected"),
-    [(36, 5, [1, 9, 17, 25, 33]), (6, 3, [1, 2, 3]), (6, 1, [3]), (30, 2, [1, 27])],
+    [(36, 5, [1, 9, 17, 25, 33]), (6, 3, [1, 2, 3]), (6, 1, [3]), (30, 2, [1, 27]), (4, 1, [2]), (3, 1, [1])],
 )
 def test_taps_follow_the_published_spread(num_layers: int, num_taps: int, expected: list[int]) -> None:
     assert tap_layers(num_layers, num_taps, []) == expected
@@ -221,10 +221,34 @@ def test_chosen_taps_are_taken_as_they_are() -> None:
 
 
 def test_impossible_taps_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"5 taps over 6 layers coincide .* at most 3"):
-        tap_layers(6, 5, [])
     with pytest.raises(ValueError, match=r"layer 5 is out of range; the verifier has 6 layers, taps are 0\.\.4"):
         tap_layers(6, 1, [5])
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_taps", "message"),
+    [
+        (6, 5, r"5 taps over 6 layers would be \[1, 2, 2, 2, 3\], .* at most 3, or name .*, up to 5 of 0\.\.4$"),
+        (4, 2, r"2 taps over 4 layers would be \[1, 1\], .* at most 1, or name .*, up to 3 of 0\.\.2$"),
+        (3, 2, r"2 taps over 3 layers would be \[1, 0\], .* at most 1, or name .*, up to 2 of 0\.\.1$"),
+        (2, 1, r"1 taps over 2 layers would be \[1\], .*; name .*, up to 1 of 0\.\.0$"),
+        (1, 1, r"a verifier of 1 layers has no taps, .*; use a deeper verifier$"),
+    ],
+)
+def test_more_taps_than_a_shallow_verifier_has_room_for_are_refused(
+    num_layers: int, num_taps: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^extraction.num_taps: {message}"):
+        tap_layers(num_layers, num_taps, [])
+
+
+def test_every_spread_is_ascending_and_below_the_last_layer() -> None:
+    for num_layers in range(5, 100):
+        for num_taps in range(1, num_layers - 2):
+            layers = tap_layers(num_layers, num_taps, [])
+            assert layers == sorted(set(layers))
+            assert len(layers) == num_taps
+            assert 0 <= layers[0] <= layers[-1] <= num_layers - 2
 
 
 def training(mask_token_id: int) -> TrainingConfig:
