@@ -46,7 +46,13 @@ def _short(count: int) -> str:
 
 
 def check_states(config: ExtractionConfig, verifier: PinnedVerifier) -> list[int]:
-    """The tap layers. Raises ValueError for those that the verifier does not have, and where it is too odd for fp8."""
+    """The tap layers. Raises ValueError for those that the verifier does not have, where it is too odd for fp8, and for
+    more likely tokens than it has.
+    """
+    if config.top_k > verifier.vocab_size:
+        raise ValueError(
+            f"extraction.top_k: {config.top_k} tokens are more than the verifier's {verifier.vocab_size}; choose fewer"
+        )
     if config.storage_dtype == "fp8" and verifier.hidden_size % 64:
         raise ValueError(
             f"extraction.storage_dtype: fp8 needs a hidden size divisible by 64, the verifier's is "

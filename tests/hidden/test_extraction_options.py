@@ -75,6 +75,13 @@ def test_fp8_is_refused_before_anything_runs_where_the_width_does_not_allow_it(
         plan_shards(config, make_corpus(LENGTHS), narrow)
 
 
+def test_more_likely_tokens_than_the_verifier_has_are_refused_before_anything_runs(verifier: PinnedVerifier) -> None:
+    corpus = make_corpus(LENGTHS)
+    assert plan_shards(CONFIG.model_copy(update={"top_k": 53}), corpus, verifier)
+    with pytest.raises(ValueError, match=r"extraction.top_k: 54 tokens are more than the verifier's 53; choose fewer"):
+        plan_shards(CONFIG.model_copy(update={"top_k": 54}), corpus, verifier)
+
+
 class Stumbling(Verifier):
     """A verifier whose states are not finite for rows of 16 tokens."""
 
