@@ -311,11 +311,16 @@ def check_files(artifact: Artifact, files: Mapping[str, FileRecord], *, deep: bo
 
 
 def find(key: Key, *, location: str = "", deep: bool = False) -> Artifact | None:
-    """The whole artifact of a key, or None where it was never made. Raises Damaged where it is there but not whole."""
+    """The whole artifact of a key, or None where it was never made. Raises Damaged where it is there but not whole.
+
+    An artifact of another key at that location is none of this one.
+    """
     folder = home() / (location or key.location)
     if not (folder / MANIFEST).exists():
         return None
     manifest = load_manifest(folder)
+    if manifest.key != str(key):
+        return None
     verify(manifest, deep=deep)
     return manifest.artifact()
 

@@ -15,7 +15,7 @@ from dflash.pinning import PinnedVerifier, tap_layers
 
 log = logging.getLogger(__name__)
 
-MOST_SHARDS = 80  # each is a task run; more of them make a server slow and a graph unreadable
+MOST_SHARDS = 60  # a task run each, as the chunks of answers: about 100 in all; with more a graph is hard to read
 WIDTH = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1 + 2 / 64}  # fp8: with the scale of 64 channels
 GB = 10**9
 REMEDY = "use fewer taps, fewer or shorter rows"
@@ -81,6 +81,7 @@ def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVeri
     whole = extraction_key(config, corpus, verifier)
     lengths = pl.read_parquet(corpus.path / "corpus.parquet", columns=["length"])["length"].to_list()
     size = max(config.shard_tokens, -(-sum(lengths) // MOST_SHARDS))
+    grown = {"tokens": size} if size > config.shard_tokens else {}  # or the shards of another cut would pass for these
     groups: dict[int, list[int]] = {}
     before = 0
     for row, length in enumerate(lengths):
@@ -88,7 +89,9 @@ def plan_shards(config: ExtractionConfig, corpus: Artifact, verifier: PinnedVeri
         before += length
     plans = [
         ShardPlan(
-            key=Key(stage="extraction", recipe=whole.recipe, config={"shard": n}, inputs={"extraction": str(whole)}),
+            key=Key(
+                stage="extraction", recipe=whole.recipe, config={"shard": n, **grown}, inputs={"extraction": str(whole)}
+            ),
             location=f"{whole.location}/shards/{n:04d}",
             number=n,
             count=len(groups),

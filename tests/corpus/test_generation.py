@@ -415,7 +415,7 @@ def test_conversations_that_were_dropped_or_cut_are_asked_again_in_another_chunk
     assert again.summary["dropped"] == {"generation_failed": 1}
 
 
-@pytest.mark.parametrize(("number", "count"), [(MOST_CHUNKS, 64), (MOST_CHUNKS + 1, 33), (2 * MOST_CHUNKS + 1, 33)])
+@pytest.mark.parametrize(("number", "count"), [(MOST_CHUNKS, 40), (MOST_CHUNKS + 1, 21), (2 * MOST_CHUNKS + 1, 21)])
 def test_chunks_double_until_there_are_few_enough(verifier: PinnedVerifier, number: int, count: int) -> None:
     plans = plan_chunks(change(CONFIG, chunk_prompts=1), make_prompts(single_turns(number)), verifier)
     assert len(plans) == count

@@ -17,6 +17,7 @@ from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
 
 from dflash.config import ExtractionConfig
 from dflash.corpus.bucketing import padded_runs
+from dflash.corpus.chunks import MOST_CHUNKS
 from dflash.hidden import extraction, planning, store
 from dflash.hidden.extraction import extract_shard, seal
 from dflash.hidden.planning import ShardPlan, check_space, estimate, plan_shards
@@ -75,8 +76,30 @@ def test_shards_are_runs_of_the_corpus_and_hold_every_row_once_shortest_first(ve
 
 def test_shards_grow_rather_than_become_too_many(verifier: PinnedVerifier) -> None:
     plans = plan_shards(CONFIG.model_copy(update={"shard_tokens": 1}), make_corpus([3] * 1000), verifier)
-    assert 70 <= len(plans) <= 80
+    assert 50 <= len(plans) <= 60
     assert sum(len(plan.rows) for plan in plans) == 1000
+
+
+def test_a_data_set_is_about_a_hundred_task_runs_at_most() -> None:
+    assert planning.MOST_SHARDS + MOST_CHUNKS <= 100
+
+
+def test_shards_of_a_cut_by_another_limit_do_not_pass_for_those_of_this_one(
+    verifier: PinnedVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = make_corpus(LENGTHS)
+    monkeypatch.setattr(planning, "MOST_SHARDS", 3)
+    config = CONFIG.model_copy(update={"shard_tokens": 30})  # too many, so that the limit decides their size
+    first, _ = extract(corpus, verifier, config)
+    monkeypatch.setattr(planning, "MOST_SHARDS", 2)
+    (first.path / MANIFEST).unlink()
+    again, made = extract(corpus, verifier, config)
+    assert made == [0, 1]
+    states = HiddenStates.open(again.path)
+    assert [states.read(i).input_ids_T.tolist() for i in range(len(LENGTHS))] == (
+        pl.read_parquet(corpus.path / "corpus.parquet")["input_ids"].to_list()
+    )
+    assert extract(corpus, verifier, config)[1] == []
 
 
 def test_a_row_longer_than_a_shard_has_one_of_its_own(verifier: PinnedVerifier) -> None:
