@@ -40,6 +40,7 @@ from dflash.manifests import (
     MANIFEST,
     Artifact,
     Damaged,
+    Key,
     Manifest,
     check_files,
     load_manifest,
@@ -589,16 +590,26 @@ def check_parts(whole: Manifest, *, but: Collection[Path] = ()) -> None:
             try:
                 check_files(whole, {name: record}, deep=True)
             except Damaged as damage:
-                if _made_after(part, whole):
+                if _made_again(part, whole):
                     raise Damaged(f"{part}: made again since; run the {whole.stage} stage again") from damage
                 raise _set_aside(part, damage) from damage
 
 
-def _made_after(part: Path, whole: Manifest) -> bool:
+def _made_again(part: Path, whole: Manifest) -> bool:
+    """Whether the part belongs there and is whole, but its files are not those that the whole was made of.
+
+    Files that are made again have other time stamps, of whatever clock, even where their bytes are the same.
+    """
+    inside = part.relative_to(whole.path).as_posix()
     try:
-        return load_manifest(part).created > whole.created
+        found = load_manifest(part)
+        key = Key(**found.model_dump(include=set(Key.model_fields)))
+        if (found.key, found.location) != (str(key), f"artifacts/{whole.stage}/{whole.key}/{inside}"):
+            return False
+        check_files(found.model_copy(update={"location": str(part.absolute())}), found.files, deep=False)
     except Damaged:
         return False
+    return any(whole.files.get(f"{inside}/{name}") != record for name, record in found.files.items())
 
 
 def check_recorded(part: Artifact) -> None:

@@ -1,13 +1,16 @@
 """What `dflash verify` finds in hidden states, and what has to be made again after it."""
 
 import shutil
+import time
 from collections.abc import Callable
+from datetime import datetime, tzinfo
 from pathlib import Path
 
 import polars as pl
 import pytest
 from hidden_small import flip_a_byte, make_corpus, pinned, save_verifier
 
+from dflash import manifests
 from dflash.config import ExtractionConfig
 from dflash.hidden.extraction import extract_shard, seal
 from dflash.hidden.planning import ShardPlan, missing, plan_shards
@@ -111,6 +114,53 @@ def test_a_shard_that_was_made_again_waits_for_its_seal(extraction: Extraction) 
     assert not missing(extraction.plans)
     extraction.seal(extraction.shards)
     assert not extraction.damages()
+
+
+def set_clock(patch: pytest.MonkeyPatch, minutes: int) -> None:
+    """What manifests are written by from now on."""
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Clock":
+            return cls.fromtimestamp(time.time() + 60 * minutes, tz)
+
+    patch.setattr(manifests, "datetime", Clock)
+
+
+@pytest.mark.parametrize("minutes", [-5, 5])
+def test_a_shard_made_again_by_another_clock_waits_for_its_seal(extraction: Extraction, minutes: int) -> None:
+    flip_a_byte(extraction.artifact.path / "shards" / "0001" / "features" / "c" / "0" / "0", 20)
+    with pytest.MonkeyPatch.context() as patch:
+        set_clock(patch, minutes)
+        extraction.shards[1] = extraction.extract(extraction.plans[1])
+    with pytest.raises(Damaged, match="shards/0001: made again since"):
+        HiddenStates.open(extraction.artifact.path)
+    assert "shards/0001: made again since" in extraction.damages()["extraction"]
+    assert not missing(extraction.plans)
+    extraction.seal(extraction.shards)
+    assert not extraction.damages()
+
+
+@pytest.mark.parametrize("minutes", [-5, 5])
+def test_a_shard_sealed_by_another_clock_is_redone_where_its_manifest_was_edited(
+    extraction: Extraction, monkeypatch: pytest.MonkeyPatch, minutes: int
+) -> None:
+    set_clock(monkeypatch, minutes)
+    (extraction.artifact.path / MANIFEST).unlink()
+    extraction.seal(extraction.shards)
+    publish_again(extraction.artifact.path / "shards" / "0001", edit)
+    with pytest.raises(Damaged, match=r"shards/0001/manifest\.json: .*; its manifest is set aside"):
+        HiddenStates.open(extraction.artifact.path)
+    assert missing(extraction.plans) == [extraction.plans[1]]
+
+
+def test_another_shard_in_the_place_of_one_is_redone(extraction: Extraction) -> None:
+    shards = extraction.artifact.path / "shards"
+    shutil.rmtree(shards / "0001")
+    shutil.copytree(shards / "0000", shards / "0001")
+    with pytest.raises(Damaged, match=r"shards/0001"):
+        HiddenStates.open(shards.parent)
+    assert missing(extraction.plans) == [extraction.plans[1]]
 
 
 @pytest.mark.parametrize("name", ["0001.bak", "0007"])
