@@ -90,6 +90,7 @@ class Verifier:
         self.window: int | None = getattr(config, "sliding_window", None)
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.logit_rule = logit_rule(config)
+        self.has_experts = any(name.endswith(".experts") for name, _ in self.decoder.named_modules())
         parameters = inspect.signature(self.decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"  # renamed within Transformers 5
         self._lock = threading.Lock()  # hooks of one call must not see another's layers

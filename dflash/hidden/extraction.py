@@ -9,6 +9,7 @@ B batch, T tokens, F features (taps x hidden size)
 import errno
 import json
 import logging
+import math
 import random
 import shutil
 import threading
@@ -43,7 +44,7 @@ from dflash.manifests import (
     silent,
 )
 from dflash.pinning import PinnedVerifier, complete_settings, tap_layers
-from dflash.verifier import Outputs, Verifier, load_verifier
+from dflash.verifier import LOGITS_AT_ONCE, Outputs, Verifier, load_verifier
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +57,22 @@ GREEDY_IDS = {
     False: "greedy_ids[t] is the token after t in the data (0 after the last): the verifier was not asked.",
 }
 LOGITS = "softcap * tanh(scale * head / softcap), or scale * head without softcap; head: the LM head's output"
+
+
+class Limits(NamedTuple):
+    """What a batch may change: a state relative to its norm, a choice to the way from the mean logit to the largest."""
+
+    mean: float  # of the states of a row
+    state: float  # of any token
+    choice: float  # of any token
+
+
 SPOT_CHECKS = 2  # rows of each shard that are computed again, alone
-# Mean error of a token's state, relative to its norm. What batches change in bfloat16 is below a hundredth, more where
-# a token goes to other experts; the state of another token, or of one that saw padding, is off by far more.
-TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+# Measured on 32 random layers, a batch against its rows alone: in bfloat16 0.06 of a token's state and 0.02 of a choice
+# at most, 0.33 and 0.08 where tokens go to other experts; in float16 a sixth, in float32 4e-5. The state of another
+# token, or of one that saw padding, is usually off by 1, as is a choice taken from elsewhere.
+LIMITS = {"float32": Limits(1e-4, 0.01, 1e-3), "float16": Limits(0.02, 0.5, 0.02), "bfloat16": Limits(0.1, 0.5, 0.1)}
+REROUTED = 0.01  # of the tokens, where there are experts: those may be beyond the limits of single tokens
 # Tokens of a batch on a CPU. More make it no faster: they leave the cache and are padded more (measured on one thread:
 # 512 and 1024 equal, 4096 takes 1.15 times as long, 16384 twice).
 MOST_ON_CPU = 1024
@@ -154,7 +167,7 @@ def extract_shard(
         )
         summary["left_out"] = [entry.row for entry in left_out]
         for row in sorted(kept_back.keys() - set(summary["left_out"])):
-            if fault := spot_check(loaded, kept_back[row], layers=layers):
+            if fault := spot_check(loaded, kept_back[row], layers=layers, greedy=config.greedy):
                 raise ValueError(f"shard {plan.name}: row {rows['id'][row]}: {fault}")
         kept = [count for row, count in enumerate(counts) if row not in summary["left_out"]]
         summary["supervised"], summary["on_policy"] = (sum(count[i] for count in kept) for i in (0, 1))
@@ -267,9 +280,13 @@ def _counted(
         yield row
 
 
-def spot_check(verifier: Verifier, row: RowStates, *, layers: Sequence[int]) -> str:
-    """How the states of a row differ from those that the verifier gives to it alone; empty where they agree."""
-    final = row.final_TH is not None
+def spot_check(verifier: Verifier, row: RowStates, *, layers: Sequence[int], greedy: bool) -> str:
+    """How what is stored of a row differs from what the verifier gives to it alone; empty where they agree.
+
+    Without `greedy` the row's choices are not the verifier's.
+    """
+    chosen = greedy or row.topk_ids_TK is not None
+    final = chosen or row.final_TH is not None
     alone = verifier.forward(row.input_ids_T[None], layers=layers, greedy=False, final=final)
     names = [f"layer {layer}" for layer in layers]
     batched, exact = (
@@ -277,17 +294,64 @@ def spot_check(verifier: Verifier, row: RowStates, *, layers: Sequence[int]) -> 
     )
     if row.final_TH is not None:
         names, batched, exact = [*names, "the final norm"], [*batched, row.final_TH], [*exact, alone.final_BTH[0].cpu()]
-    tolerance = TOLERANCE[str(verifier.dtype).removeprefix("torch.")]
+    dtype = str(verifier.dtype).removeprefix("torch.")
+    limits = LIMITS[dtype]
+    remedy = f"is expected of {dtype}; set extraction.batch_tokens to 1, or choose another verifier.attn_implementation"
+    rerouted = math.ceil(REROUTED * len(row.input_ids_T)) if verifier.has_experts else 0
     for name, batched_TH, exact_TH in zip(names, batched, exact, strict=True):
         error_T, norm_T = (x.float().norm(dim=-1) for x in (batched_TH - exact_TH, exact_TH))
-        error = (error_T / norm_T.clamp(min=1e-30)).mean().item()
-        if not error <= tolerance:  # nan is not
+        error_T = error_T / norm_T.clamp(min=1e-30)
+        if not (error := error_T.mean().item()) <= limits.mean:  # nan is not
             return (
                 f"alone, its states after {name} differ by {error:.2g} of their norm from those in a batch, at most "
-                f"{tolerance:g} is expected of {verifier.dtype}; set extraction.batch_tokens to 1, or choose another "
-                "verifier.attn_implementation"
+                f"{limits.mean:g} {remedy}"
+            )
+        error, token = _largest(error_T, but=rerouted)
+        if not error <= limits.state:
+            return (
+                f"alone, its state after {name} at token {token} differs by {error:.2g} of its norm from that in a "
+                f"batch, at most {limits.state:g} {remedy}"
+            )
+    if chosen:
+        error, token = _largest(_choice_errors(verifier, row, alone.final_BTH[0], greedy=greedy), but=rerouted)
+        if not error <= limits.choice:
+            return (
+                f"alone, the verifier's likeliest tokens after token {token} differ by {error:.2g} of its logits' "
+                f"range from those in a batch, at most {limits.choice:g} {remedy}"
             )
     return ""
+
+
+def _largest(error_T: torch.Tensor, *, but: int) -> tuple[float, int]:
+    """The largest error but so many, and its token."""
+    errors, tokens = error_T.topk(min(1 + but, len(error_T)))
+    return errors[-1].item(), int(tokens[-1])
+
+
+def _choice_errors(verifier: Verifier, row: RowStates, final_TH: torch.Tensor, *, greedy: bool) -> torch.Tensor:
+    """How far below the likeliest token, by the logits of these states, is the row's choice after each token; and how
+    far from theirs are its log-probabilities, if it has any. As a share of the way from the mean logit to the largest.
+
+    The logits of a bounded number of positions exist at a time.
+    """
+    errors = []
+    at_once = max(1, LOGITS_AT_ONCE // verifier.head.weight.shape[0])
+    for start in range(0, len(final_TH), at_once):
+        part = slice(start, start + at_once)
+        logits_PV = verifier.logits(final_TH[part])
+        best_P = logits_PV.amax(-1)
+        error_P = torch.zeros_like(best_P)
+        if greedy:
+            chosen_P1 = row.greedy_ids_T[part, None].to(logits_PV.device)
+            error_P = best_P - logits_PV.gather(-1, chosen_P1)[:, 0]
+        if row.topk_ids_TK is not None and row.topk_logprobs_TK is not None:
+            ids_PK, stored_PK = (x[part].to(logits_PV.device) for x in (row.topk_ids_TK, row.topk_logprobs_TK))
+            logprobs_PV = logits_PV.log_softmax(-1)
+            # theirs, and none that is likelier was left out
+            for exact_PK in (logprobs_PV.gather(-1, ids_PK), logprobs_PV.topk(ids_PK.shape[1]).values):
+                error_P = error_P.maximum((stored_PK - exact_PK).abs().amax(-1))
+        errors.append(error_P / (best_P - logits_PV.mean(-1)).clamp(min=1e-30))
+    return torch.cat(errors).cpu()
 
 
 def seal(
