@@ -10,7 +10,9 @@ import errno
 import json
 import logging
 import math
+import os
 import random
+import re
 import shutil
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import polars as pl
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dflash.config import ExtractionConfig
@@ -67,6 +70,7 @@ class Limits(NamedTuple):
     choice: float  # of any token
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPOT_CHECKS = 2  # rows of each shard that are computed again, alone
 # Measured on 32 random layers, a batch against its rows alone: in bfloat16 0.06 of a token's state and 0.02 of a choice
 # at most, 0.33 and 0.08 where tokens go to other experts; in float16 a sixth, in float32 4e-5. The state of another
@@ -189,14 +193,17 @@ def extract_shard(
 def _naming_a_full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, SafetensorError, pl.exceptions.PolarsError) as error:
+        number = getattr(error, "errno", None)
+        if number is None and (found := re.search(r"os error (\d+)", str(error))):  # what is written in Rust says
+            number = int(found[1])
+        if number not in FULL:
             raise
         free = shutil.disk_usage(home()).free
         raise OSError(
-            error.errno,
-            f"{error.strerror}: without this shard {free:,} bytes are free, and a quota may allow fewer; make room, "
-            "or set DFLASH_HOME to a larger disk",
+            number,
+            f"{os.strerror(number)}: without what was written here {free:,} bytes are free, and a quota or a limit of "
+            "the size of files may allow fewer; make room, or set DFLASH_HOME to a larger disk",
             str(folder),
         ) from error
 
@@ -407,7 +414,10 @@ def seal(
         "on_policy_share": states["on_policy_share"],
         "bytes": sum(shard.summary["bytes"] for shard in shards),
     }
-    with publish(key, summary=summary, known=known) as (folder, artifact):
+    with (
+        _naming_a_full_disk(home() / key.location),
+        publish(key, summary=summary, known=known) as (folder, artifact),
+    ):
         index.write_parquet(folder / "index.parquet")
         weights = {name: weight.cpu().contiguous() for name, weight in loaded.frozen_weights().items()}
         save_file(weights, folder / "verifier.safetensors")

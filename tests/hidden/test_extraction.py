@@ -3,10 +3,13 @@
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +291,33 @@ def test_a_full_disk_is_named_with_what_to_do(
         extract_shard(plan, CONFIG, corpus, verifier)
     assert caught.value.errno == code
     assert str(home() / plan.location) in str(caught.value)
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """As on a disk that is full then: Python ignores the signal, so that writing more is an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [100, 6000])  # of the index, and of the verifier's weights
+def test_a_disk_that_is_full_when_the_shards_are_sealed_is_named_with_what_to_do(
+    verifier: PinnedVerifier, size: int
+) -> None:
+    corpus = make_corpus(LENGTHS)
+    shards = [extract_shard(plan, CONFIG, corpus, verifier) for plan in plan_shards(CONFIG, corpus, verifier)]
+    full = pytest.raises(OSError, match=r"[\d,]+ bytes are free, .* set DFLASH_HOME to a larger disk")
+    with files_no_larger_than(size), full as caught:
+        seal(shards, CONFIG, corpus, verifier)
+    assert str(shards[0].path.parents[1]) in str(caught.value)
+    assert {path.name for path in shards[0].path.parents[1].iterdir()} == {"shards"}
+    artifact, made = extract(corpus, verifier)
+    assert not made
+    verify(artifact, deep=True)
 
 
 KILLED = """
