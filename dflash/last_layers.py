@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dflash.verifier import FINAL_NORMS, Verifier
+from dflash.verifier import Verifier
 
 
 def last_layers(verifier: Verifier, count: int) -> dict[str, torch.Tensor]:
@@ -16,8 +16,7 @@ def last_layers(verifier: Verifier, count: int) -> dict[str, torch.Tensor]:
     projections = [f"self_attn.{name}_proj" for name in "qkvo"] + [
         f"mlp.{name}_proj" for name in ("gate", "up", "down")
     ]
-    final = next(getattr(verifier.decoder, name) for name in FINAL_NORMS if hasattr(verifier.decoder, name))
-    found: dict[str, torch.Tensor | None] = {"norm": _scale(final)}
+    found: dict[str, torch.Tensor | None] = {"norm": _scale(verifier.final_norm)}
     for i, layer in enumerate(list(verifier.decoder.layers)[-count:]):
         modules = dict(layer.named_modules())
         norms = {name: name for name in ("self_attn.q_norm", "self_attn.k_norm", "input_layernorm")}

@@ -46,6 +46,13 @@ SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 LOGITS_MAY_DIFFER = 0.02  # relative to the largest: two ways to round in bfloat16
 ROLLED_BACK = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 FINAL_NORMS = ("norm", "final_layernorm", "final_norm", "embedding_norm")
+EPSILONS = ("variance_epsilon", "eps", "epsilon")
+NORMS = {
+    "RMS, w": "x / sqrt(mean(x^2) + eps) * w",
+    "RMS, 1 + w": "x / sqrt(mean(x^2) + eps) * (1 + w)",
+    "layer": "(x - mean(x)) / sqrt(variance(x) + eps) * w",
+}
+NORMS_MAY_DIFFER = 0.05  # relative: far more than bfloat16 rounds
 
 
 def logit_rule(config: Any) -> LogitRule:
@@ -280,11 +287,15 @@ class Verifier:
             position_ids = position_ids[:, -1:] + 1
         return [Response(ids, "stop" if ids[-1] in self.eos_ids else "length") for ids in answers]
 
+    @property
+    def final_norm(self) -> torch.nn.Module:
+        """What makes the final state of the last layer's output."""
+        return next(getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name))
+
     def frozen_weights(self) -> dict[str, torch.Tensor]:
         """What a drafter works between: embedding, final norm and, unless it is the embedding itself, the LM head."""
         embedding = self.model.get_input_embeddings().weight
-        norm = next(getattr(self.decoder, name) for name in FINAL_NORMS if hasattr(self.decoder, name))
-        weights = {"embed_tokens.weight": embedding, "norm.weight": norm.weight}
+        weights = {"embed_tokens.weight": embedding, "norm.weight": self.final_norm.weight}
         if self.head.weight is not embedding:
             weights["lm_head.weight"] = self.head.weight
         if getattr(self.head, "bias", None) is not None:
@@ -311,6 +322,29 @@ class Verifier:
             )
         cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
         return cache
+
+
+@torch.no_grad()
+def describe_norm(norm: Any) -> dict[str, Any]:
+    """Kind, formula and epsilon of a norm with weights w, JSON-ready: by what it does to a vector, whatever its name.
+
+    None for what is not known.
+    """
+    x_H = torch.linspace(-1, 3, len(norm.weight), dtype=norm.weight.dtype, device=norm.weight.device)
+    normed_H, x_H, weight_H = norm(x_H[None])[0].float(), x_H.float(), norm.weight.float()
+    unit_H = torch.nn.functional.rms_norm(x_H, x_H.shape)
+    found = {
+        "RMS, w": unit_H * weight_H,
+        "RMS, 1 + w": unit_H * (1 + weight_H),
+        "layer": torch.nn.functional.layer_norm(x_H, x_H.shape) * weight_H,
+    }
+    kind = min(found, key=lambda kind: float((found[kind] - normed_H).norm()))
+    known = (found[kind] - normed_H).norm() <= NORMS_MAY_DIFFER * normed_H.norm()
+    return {
+        "kind": kind if known else None,
+        "formula": NORMS[kind] if known else None,
+        "eps": next((getattr(norm, name) for name in EPSILONS if hasattr(norm, name)), None),
+    }
 
 
 def most_likely(logits_PV: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from dflash.pinning import layer_kinds
-from dflash.verifier import FINAL_NORMS, Verifier, compact, find_fault, go_back, running_states
+from dflash.verifier import NORMS, Verifier, compact, describe_norm, find_fault, go_back, running_states
 
 README = Path(__file__).parent.parent / "README.md"
 VOCABULARY = 67
@@ -188,24 +188,31 @@ def test_what_was_drafted_and_rejected_leaves_no_trace(verifier: Verifier) -> No
     assert torch.equal(after.greedy_BT, whole.greedy_BT[:, 14:])
 
 
-def norm_kind(norm: torch.nn.Module) -> str:
-    """By what it does to a vector, whatever it is called."""
+def test_the_final_norm_is_told_by_what_it_does_in_any_precision(verifier: Verifier) -> None:
+    norm, eps = verifier.final_norm, getattr(verifier.model.config.get_text_config(), "rms_norm_eps", 1e-5)
     norm.weight.data.copy_(torch.linspace(0.5, 2, len(norm.weight)))
-    x_H = random_ids(len(norm.weight)).float()
-    unit_H = torch.nn.functional.rms_norm(x_H, x_H.shape)
-    kinds = {
-        "RMS, w": unit_H * norm.weight,
-        "RMS, 1 + w": unit_H * (1 + norm.weight),
-        "layer": torch.nn.functional.layer_norm(x_H, x_H.shape) * norm.weight,
-    }
-    return next(kind for kind, y_H in kinds.items() if torch.allclose(norm(x_H), y_H, atol=1e-3))
+    kinds = set()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = describe_norm(norm.to(dtype))
+        kinds.add(found["kind"])
+        assert found["formula"] == NORMS[found["kind"]]
+        assert found["eps"] == eps
+    assert len(kinds) == 1
+
+
+def test_a_norm_of_no_known_kind_is_said_to_be_none() -> None:
+    class Tripling(torch.nn.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 3 * super().forward(x)
+
+    assert describe_norm(Tripling(8, eps=1e-3)) == {"kind": None, "formula": None, "eps": 1e-3}
 
 
 def table_row(family: Family) -> str:
     verifier = build(family)
     config = verifier.model.config.get_text_config()
     kinds = dict.fromkeys(getattr(config, "layer_types", None) or layer_kinds(config.to_dict()))
-    norm = next(getattr(verifier.decoder, name) for name in FINAL_NORMS if hasattr(verifier.decoder, name))
+    kind = describe_norm(verifier.final_norm)["kind"]
     scale, softcap = verifier.logit_rule
     logits = [text for text, is_so in (("scaled", scale != 1), ("soft-capped", softcap is not None)) if is_so]
     live = "chain" if running_states(verifier.new_cache()) else "chain and trees"
@@ -213,7 +220,7 @@ def table_row(family: Family) -> str:
         family.name,
         f"`{family.model_class}`",
         ", ".join(kind.replace("_", " ") for kind in kinds),
-        norm_kind(norm),
+        kind,
         ", ".join(logits) or "plain",
         live,
     )

@@ -39,7 +39,7 @@ from dflash.drafter.shape import DrafterConfig
 from dflash.hidden.encoding import as_stored
 from dflash.hidden.store import RowStates
 from dflash.pinning import PinnedVerifier, num_tokens
-from dflash.verifier import FINAL_NORMS, Verifier, load_verifier
+from dflash.verifier import Verifier, load_verifier
 
 REFERENCE = "parity.safetensors"  # beside a drafter that was trained here
 MOST_ANCHORS = 32  # of a response: 15 slots of 32 anchors are 290 MB of logits where the vocabulary is large
@@ -166,8 +166,7 @@ class Reference(NamedTuple):
 def features(verifier: Verifier, served: Served, ids_T: Tensor, *, storage_dtype: str) -> Tensor:
     features_TF = verifier.forward(ids_T[None], layers=served.layers, greedy=False).features_BTF[0]
     if served.normed:
-        norm = next(getattr(verifier.decoder, name) for name in FINAL_NORMS if hasattr(verifier.decoder, name))
-        features_TF = norm(features_TF.unflatten(-1, (len(served.layers), -1))).flatten(-2)
+        features_TF = verifier.final_norm(features_TF.unflatten(-1, (len(served.layers), -1))).flatten(-2)
     return as_stored(features_TF, storage_dtype)
 
 

@@ -32,7 +32,7 @@ from dflash.config import ExtractionConfig
 from dflash.corpus.bucketing import padded_runs
 from dflash.devices import give_back
 from dflash.hidden.planning import ShardPlan, plan_shards
-from dflash.hidden.store import LEDGER, REMOTE, RowStates, check_recorded, write_shard
+from dflash.hidden.store import FINAL, LEDGER, REMOTE, RowStates, check_recorded, write_shard
 from dflash.keys import extraction_key
 from dflash.manifests import (
     MANIFEST,
@@ -47,7 +47,7 @@ from dflash.manifests import (
     silent,
 )
 from dflash.pinning import PinnedVerifier, complete_settings, tap_layers
-from dflash.verifier import LOGITS_AT_ONCE, Outputs, Verifier, load_verifier
+from dflash.verifier import LOGITS_AT_ONCE, Outputs, Verifier, describe_norm, load_verifier
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ def extract_shard(
                 "target_layer_ids": layers,
                 "verifier": verifier.identity,
                 "verifier_dtype": verifier.dtype,
-                "greedy_ids": GREEDY_IDS[config.greedy],
+                **_conventions(config, loaded),
             },
         )
         summary["left_out"] = [entry.row for entry in left_out]
@@ -187,6 +187,13 @@ def extract_shard(
     for entry in left_out:
         log.warning("shard %s: row %s is left out: %s", plan.name, entry.id, entry.reason)
     return artifact()
+
+
+def _conventions(config: ExtractionConfig, verifier: Verifier) -> dict[str, Any]:
+    """What the arrays mean, for whoever reads them with nothing of this library."""
+    final = {"final": f"final[t] is {FINAL}, at token t."} if config.store_final else {}
+    norm = describe_norm(verifier.final_norm)
+    return {"features": FEATURES, "greedy_ids": GREEDY_IDS[config.greedy], **final, "final_norm": norm}
 
 
 @contextmanager
@@ -387,8 +394,7 @@ def seal(
         )
     supervised, on_policy = (sum(shard.summary[name] for shard in shards) for name in ("supervised", "on_policy"))
     states = {
-        "features": FEATURES,
-        "greedy_ids": GREEDY_IDS[config.greedy],
+        **_conventions(config, loaded),
         "logits": loaded.logit_rule._asdict(),
         "logits_are": LOGITS,
         "target_layer_ids": layers,

@@ -165,6 +165,19 @@ def test_the_artifact_says_what_training_needs_to_know(verifier: PinnedVerifier,
     assert find(extraction_key(CONFIG, make_corpus(LENGTHS), verifier)) == artifact
 
 
+@pytest.mark.parametrize("store_final", [False, True])
+def test_a_shard_alone_says_what_its_arrays_mean(verifier: PinnedVerifier, store_final: bool) -> None:
+    artifact, _ = extract(make_corpus(LENGTHS), verifier, CONFIG.model_copy(update={"store_final": store_final}))
+    info = HiddenStates.open(artifact.path).info
+    found = json.loads((artifact.path / "shards" / "0001" / "zarr.json").read_text())["attributes"]
+    for said in (info, found):
+        assert "Transformers' hidden_states[id + 1], before the final norm" in said["features"]
+        assert said["target_layer_ids"] == [0, 2]
+        assert "the output of the verifier's final norm" in said.get("final", "") or not store_final
+        assert ("final" in said) == store_final
+        assert said["final_norm"] == {"kind": "RMS, w", "formula": "x / sqrt(mean(x^2) + eps) * w", "eps": 1e-6}
+
+
 def test_an_untied_head_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DFLASH_HOME", str(tmp_path / "home"))
     verifier = pinned(save_verifier(tmp_path / "untied", tied=False))
