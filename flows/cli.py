@@ -1,6 +1,7 @@
 """`dflash`: run, plan, list, and start the stack. Thin: everything it does is a function elsewhere."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -67,7 +68,11 @@ def usage_errors() -> Iterator[None]:
     except ValueError as error:
         fail(str(error), code=2)
     except OSError as error:
-        fail(f"{error}; is DFLASH_HOME={manifests.home()} a folder that can be written?", code=2)
+        fail(_with_the_root(error), code=2)
+
+
+def _with_the_root(error: OSError) -> str:
+    return f"{error}; is DFLASH_HOME={manifests.home()} a folder that can be written?"
 
 
 def fail(message: str, *, code: int) -> NoReturn:
@@ -141,6 +146,8 @@ def _run(start: recipes.Start, refresh: list[Step]) -> None:
     except Exception as error:
         if not _is_explained(error):
             traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise StageError(_with_the_root(error)) from error
         raise StageError(str(error) or type(error).__name__) from error
 
 

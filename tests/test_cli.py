@@ -1,5 +1,6 @@
 """The command line: recipes validate, and what cannot work is said in one line with exit code 2."""
 
+import errno
 import json
 import os
 import re
@@ -122,6 +123,32 @@ def test_bad_input_is_one_line_with_place_and_remedy_and_exit_code_2(arguments: 
     assert "planted" not in lines[0]
     for part in parts:
         assert part in lines[0]
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_data_root_that_cannot_be_written_is_named_in_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()  # because root may write wherever there is a folder
+    root = tmp_path / "file" / "home"
+    monkeypatch.setenv("DFLASH_HOME", str(root))
+    done = subprocess.run([sys.executable, "-m", "flows.cli", command, "demo"], capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr
+    assert f"is DFLASH_HOME={root} a folder that can be written?" in done.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_stage_that_may_not_write_names_the_data_root_and_prints_no_traceback(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def forbidden(**_: object) -> None:
+        raise OSError(number, os.strerror(number), str(home / "artifacts"))
+
+    monkeypatch.setattr(recipes, "load_flow", lambda _: forbidden)
+    monkeypatch.setattr(cli, "_log_to_terminal", lambda: None)
+    with pytest.raises(cli.StageError, match=f"{home}/artifacts'; is DFLASH_HOME={home} a folder that can be written"):
+        cli._run(recipes.load("demo", []), [])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_servers_address_with_a_password_is_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
