@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from dflash.corpus.chunks import CHUNKS
 from dflash.decoding.champions import champion_of
 from dflash.lineage import Lineage, is_chunk, lineage
-from dflash.manifests import HOST, Manifest, home, is_running
+from dflash.manifests import HOST, Manifest, home, is_held, is_running
 
 DAY = 86_400.0
 GB = 10**9
@@ -57,19 +57,11 @@ def oldest_active_run() -> float:
     """When the oldest active run began; infinity where none is. Files of ended runs are removed."""
     begun = float("inf")
     for path in (home() / "locks" / "runs").glob("*.lock"):
-        if _is_held(path):
+        if is_held(path):
             begun = min(begun, float(path.name.partition("-")[0]))
         elif time.time() - float(path.name.partition("-")[0]) > DAY:  # a younger one may be about to be locked
             path.unlink(missing_ok=True)
     return begun
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        with FileLock(path).acquire(timeout=0):
-            return False
-    except Timeout:
-        return True
 
 
 # --- what may go
@@ -160,7 +152,7 @@ def _item(stage: str, folder: Path, *, recent: float) -> Item:
 
 def _is_locked(key: str) -> bool:
     """Whether someone makes the artifact of that key, or a part of what is in progress for it."""
-    return any(path.exists() and _is_held(path) for path in _locks(key))
+    return any(is_held(path) for path in _locks(key))
 
 
 def _locks(name: str) -> list[Path]:

@@ -81,7 +81,7 @@ class Lineage:
 
 
 def lineage(*, set_aside: bool = False) -> Lineage:
-    """Of all artifacts under the data root, chunks of answers too. Unreadable ones are warned of.
+    """Of all artifacts under the data root, chunks of answers too, as far as their manifests can be read.
 
     With `set_aside` also of those that a check found damaged: their whole parts are still worth what they cost.
     """

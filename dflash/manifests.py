@@ -10,10 +10,12 @@ place, and the manifest comes last. Knows nothing of models, tensors or Prefect.
     $DFLASH_HOME/records/ locks/ prefect/      the orchestrator's; wandb/ is that of W&B
 """
 
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
 log = logging.getLogger(__name__)
@@ -178,11 +180,41 @@ def is_running(pid: str) -> bool:
     return True
 
 
+def is_held(lock: Path) -> bool:
+    """Whether a process holds the lock of that file."""
+    if not lock.exists():
+        return False
+    try:
+        with FileLock(lock).acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
 def remove_leftovers(folder: Path, name: str = "*") -> None:
     """Remove the scratch of attempts at `name` in the folder whose process, one of this machine, was killed."""
     for scratch in folder.glob(f".{name}.{HOST}.*"):
         if not is_running(scratch.name.rpartition(f".{HOST}.")[2]):
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def naming_a_full_disk(folder: Path) -> Iterator[None]:
+    """An OSError with a remedy for whatever a library raises where the disk is full while it writes below `folder`."""
+    try:
+        yield
+    except Exception as error:
+        said = re.search(r"os error (\d+)", str(error))  # those written in Rust have the number in their text alone
+        number = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        free = shutil.disk_usage(home()).free
+        raise OSError(
+            number,
+            f"{os.strerror(number)}: without what was written here {free:,} bytes are free, and a quota or a limit of "
+            "the size of files may allow fewer; make room, or set DFLASH_HOME to a larger disk",
+            str(folder),
+        ) from error
 
 
 @contextmanager
@@ -212,30 +244,32 @@ def publish(
         assert published, "the artifact exists only after the with block"
         return published[0]
 
-    try:
-        yield scratch, result
-        files = {name: _record(path) for name, path in _files(scratch).items()} | dict(known or {})
-        content = text_sha256(json.dumps(_hashes(files)))[:16]
-        manifest = Manifest(
-            **key.model_dump(exclude={"stage"}),
-            stage=key.stage,
-            key=str(key),
-            identity=content if content_identity else str(key),
-            location=location or key.location,
-            summary=summary,
-            files=files,
-            created=datetime.now(UTC),
-        )
-        for name in _files(scratch):
-            with (scratch / name).open("rb") as file:
-                os.fsync(file.fileno())
-        (home() / "locks").mkdir(exist_ok=True)
-        with FileLock(home() / "locks" / "publish.lock"):
-            if (there := _equal_one(manifest)) is None:
-                _move_into_place(scratch, manifest)
-        published.append((there or manifest).artifact())
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with naming_a_full_disk(final):
+        try:
+            yield scratch, result
+            files = {name: _record(path) for name, path in _files(scratch).items()} | dict(known or {})
+            content = text_sha256(json.dumps(_hashes(files)))[:16]
+            manifest = Manifest(
+                **key.model_dump(exclude={"stage"}),
+                stage=key.stage,
+                key=str(key),
+                identity=content if content_identity else str(key),
+                location=location or key.location,
+                summary=summary,
+                files=files,
+                created=datetime.now(UTC),
+            )
+            for name in _files(scratch):
+                with (scratch / name).open("rb") as file:
+                    os.fsync(file.fileno())
+            lock = home() / "locks" / f"publish-{text_sha256(manifest.location)[:12]}.lock"
+            lock.parent.mkdir(exist_ok=True)
+            with FileLock(lock):
+                if (there := _equal_one(manifest)) is None:
+                    _move_into_place(scratch, manifest)
+            published.append((there or manifest).artifact())
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _equal_one(wanted: Manifest) -> Manifest | None:
@@ -244,7 +278,7 @@ def _equal_one(wanted: Manifest) -> Manifest | None:
         found = load_manifest(wanted.path)
         if found.key != wanted.key or _hashes(found.files) != _hashes(wanted.files):
             return None
-        return verify(found.artifact())
+        return verify(found.artifact(), deep=True)
     except Damaged:
         return None
 

@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 out = Console(width=None if sys.stdout.isatty() else 160, markup=False)  # names and reasons may hold brackets
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 RecipeName = Annotated[
     str,
     typer.Argument(metavar="RECIPE", help="A recipe of prefect.yaml, for example demo; another flow as evaluate/demo."),
@@ -146,7 +147,7 @@ def _run(start: recipes.Start, refresh: list[Step]) -> None:
     except Exception as error:
         if not _is_explained(error):
             traceback.print_exc()
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if isinstance(error, OSError) and error.errno in FORBIDDEN and str(manifests.home()) in str(error.filename):
             raise StageError(_with_the_root(error)) from error
         raise StageError(str(error) or type(error).__name__) from error
 

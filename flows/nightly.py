@@ -30,6 +30,8 @@ from tasks.nightly import show_history
 
 WORSE_EVENT = "dflash.evaluation.worse"
 RETRAINING_EVENT = "dflash.retraining.due"
+OUTCOMES = {"worse", "retraining due"}
+"""Tags of the runs that end so."""
 
 
 @flow(name="nightly-evaluation", **NOTED)
@@ -113,7 +115,7 @@ def _tag(tag: str) -> None:
     """The run, so that filters find it: by the type of its state it is as completed as any other."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(runtime.flow_run.id)
-        client.update_flow_run(run.id, tags=[*run.tags, tag])
+        client.update_flow_run(run.id, tags=[*({*run.tags} - OUTCOMES), tag])  # one that is retried may end otherwise
 
 
 def _emit(event: str, drafter: Artifact, report: Artifact, **facts: Any) -> None:

@@ -4,8 +4,8 @@
 
 GSM8K: `train.jsonl`, `test.jsonl` of https://github.com/openai/grade-school-math (MIT).
 Spec-Bench: `data/spec_bench/question.jsonl` of https://github.com/hemingkx/Spec-Bench (Apache-2.0).
-Seeded: the same sources give the same files. The first N rows of both
-evaluation files hold each category in proportion.
+Seeded: the same sources give the same files. The first N rows of both evaluation files hold each category in
+proportion.
 """
 
 import argparse

@@ -131,7 +131,7 @@ def test_a_run_of_the_command_has_the_tags_of_its_deployment_and_its_tasks_do_no
     changes = ["generation.max_prompts=2", "generation.max_new_tokens=8", "tokenization.validation_share=0"]
     changes += ["evaluation.max_prompts=2", "evaluation.max_new_tokens=8"]
     words = ["run", "prepare-data/demo", *(word for change in changes for word in ("--set", change))]
-    subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, timeout=240)
     flow = FlowFilter(name=FlowFilterName(any_=["prepare-data"]))
     [run] = client.read_flow_runs(flow_filter=flow, sort=FlowRunSort.START_TIME_DESC, limit=1)
     assert sorted(run.tags) == sorted(KNOWN["prepare-data/demo"]["tags"])

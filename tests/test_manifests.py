@@ -62,7 +62,6 @@ def test_what_a_killed_attempt_left_is_removed_by_the_next(home: Path) -> None:
 
 
 MAKER = """
-import sys
 from tests.test_manifests import make, verify
 for number in range(60):
     verify(make(text="the same"), deep=True)

@@ -6,18 +6,15 @@ index and the verifier's frozen ends beside them, so that training needs nothing
 B batch, T tokens, F features (taps x hidden size)
 """
 
-import errno
 import json
 import logging
 import math
-import os
 import random
-import re
 import shutil
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -25,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import polars as pl
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from dflash.config import ExtractionConfig
@@ -40,7 +36,6 @@ from dflash.manifests import (
     FileRecord,
     Progress,
     file_sha256,
-    home,
     load_manifest,
     publish,
     remove_leftovers,
@@ -70,7 +65,6 @@ class Limits(NamedTuple):
     choice: float  # of any token
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPOT_CHECKS = 2  # rows of each shard that are computed again, alone
 # Measured on 32 random layers, a batch against its rows alone: in bfloat16 0.06 of a token's state and 0.02 of a choice
 # at most, 0.33 and 0.08 where tokens go to other experts; in float16 a sixth, in float32 4e-5. The state of another
@@ -144,7 +138,6 @@ def extract_shard(
         batch_tokens=batch_tokens(config, loaded),
     )
     with (
-        _naming_a_full_disk(home() / plan.location),
         publish(plan.key, summary=summary, location=plan.location) as (folder, artifact),
         closing(_ahead(batches)) as computed,
     ):
@@ -194,25 +187,6 @@ def _conventions(config: ExtractionConfig, verifier: Verifier) -> dict[str, Any]
     final = {"final": f"final[t] is {FINAL}, at token t."} if config.store_final else {}
     norm = describe_norm(verifier.final_norm)
     return {"features": FEATURES, "greedy_ids": GREEDY_IDS[config.greedy], **final, "final_norm": norm}
-
-
-@contextmanager
-def _naming_a_full_disk(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, pl.exceptions.PolarsError) as error:
-        number = getattr(error, "errno", None)
-        if number is None and (found := re.search(r"os error (\d+)", str(error))):  # what is written in Rust says
-            number = int(found[1])
-        if number not in FULL:
-            raise
-        free = shutil.disk_usage(home()).free
-        raise OSError(
-            number,
-            f"{os.strerror(number)}: without what was written here {free:,} bytes are free, and a quota or a limit of "
-            "the size of files may allow fewer; make room, or set DFLASH_HOME to a larger disk",
-            str(folder),
-        ) from error
 
 
 def _batches(
@@ -420,10 +394,7 @@ def seal(
         "on_policy_share": states["on_policy_share"],
         "bytes": sum(shard.summary["bytes"] for shard in shards),
     }
-    with (
-        _naming_a_full_disk(home() / key.location),
-        publish(key, summary=summary, known=known) as (folder, artifact),
-    ):
+    with publish(key, summary=summary, known=known) as (folder, artifact):
         index.write_parquet(folder / "index.parquet")
         weights = {name: weight.cpu().contiguous() for name, weight in loaded.frozen_weights().items()}
         save_file(weights, folder / "verifier.safetensors")

@@ -10,24 +10,20 @@ copy the old key's folder to the name of the new key's and set `training.accept_
     in_progress/KEY/damaged-step-000200    one that was found damaged: none any more, for people to look at
 """
 
-import errno
 import json
 import logging
 import os
-import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from dflash.manifests import Damaged, file_sha256, home, text_sha256, write_atomically
+from dflash.manifests import Damaged, file_sha256, home, is_held, naming_a_full_disk, text_sha256, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -67,41 +63,28 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     aside = folder / f".{final.name}"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    with _naming_a_full_disk(aside):
-        files = {}
-        for name in TENSORS:
-            path = aside / f"{name}.safetensors"
-            save_file({key: t.detach().contiguous() for key, t in getattr(checkpoint, name).items()}, path)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            files[path.name] = file_sha256(path)
-        content = {"step": checkpoint.step, "counters": checkpoint.counters, "settings": checkpoint.settings}
-        text = json.dumps(content | {"files": files})
-        write_atomically(aside / RECORD, json.dumps({"sha256": text_sha256(text), "text": text}))
+    with naming_a_full_disk(folder):
+        try:
+            _write(aside, checkpoint)
+        except Exception:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
     shutil.rmtree(final, ignore_errors=True)
     aside.rename(final)
     return final
 
 
-@contextmanager
-def _naming_a_full_disk(aside: Path) -> Iterator[None]:
-    """Removes what was written to `aside` by then."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        # safetensors says the number in its text alone
-        said = re.search(r"os error (\d+)", str(error))
-        number = error.errno if isinstance(error, OSError) else int(said[1]) if said else 0
-        if number not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-        free = shutil.disk_usage(aside.parent).free
-        raise OSError(
-            number,
-            f"{os.strerror(number)}: without this checkpoint {free:,} bytes are free, and a quota may allow fewer; "
-            "make room, or set DFLASH_HOME to a larger disk; the checkpoints before it are kept",
-            str(aside.parent),
-        ) from error
+def _write(folder: Path, checkpoint: Checkpoint) -> None:
+    files = {}
+    for name in TENSORS:
+        path = folder / f"{name}.safetensors"
+        save_file({key: t.detach().contiguous() for key, t in getattr(checkpoint, name).items()}, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.name] = file_sha256(path)
+    content = {"step": checkpoint.step, "counters": checkpoint.counters, "settings": checkpoint.settings}
+    text = json.dumps(content | {"files": files})
+    write_atomically(folder / RECORD, json.dumps({"sha256": text_sha256(text), "text": text}))
 
 
 def forget_checkpoints(folder: Path, *, keep_last: int, keep_every: int, scores: Mapping[int, float]) -> None:
@@ -211,11 +194,12 @@ def mention_others(folder: Path, current: Mapping[str, Any]) -> None:
     """
     found = []
     for beside in folder.parent.glob("training-*"):
-        for step in saved_steps(beside)[:1] if not _is_trained(beside.name) else ():
-            with suppress(OSError, ValueError):  # what cannot be read is no reason not to train
-                saved = _record(_folder(beside, step))[0]["settings"]
-                if saved.get("inputs", {}).get("hidden_states") == current["inputs"]["hidden_states"]:
-                    found.append((step, beside, ", ".join(differing(saved, current))))
+        with suppress(OSError, ValueError, KeyError):  # what cannot be read is no reason not to train
+            [step] = saved_steps(beside)[:1]
+            saved = _record(_folder(beside, step))[0]["settings"]
+            same = saved["inputs"]["hidden_states"] == current["inputs"]["hidden_states"]
+            if same and not is_held(home() / "locks" / f"{beside.name}-trainer.lock"):  # by one that trains it now
+                found.append((step, beside, ", ".join(differing(saved, current))))
     if found:
         step, beside, changes = max(found)
         log.warning(
@@ -223,13 +207,3 @@ def mention_others(folder: Path, current: Mapping[str, Any]) -> None:
             "run it with its settings, or stop this, copy what is in it to %s and set training.accept_changes",
             *(beside, step, changes, folder),
         )
-
-
-def _is_trained(key: str) -> bool:
-    """Whether a process trains it now."""
-    path = home() / "locks" / f"{key}-trainer.lock"
-    try:
-        with FileLock(path).acquire(timeout=0) if path.exists() else nullcontext():
-            return False
-    except Timeout:
-        return True

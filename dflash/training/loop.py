@@ -34,7 +34,7 @@ from dflash.training.data import coverage, longest_batch, parts_of, refuse_mask_
 from dflash.training.launch import refuse_uneven_ranks
 from dflash.training.metrics import Tally
 from dflash.training.optimizers import average_and_clip, set_learning_rates, update_average
-from dflash.training.passes import Passes, arithmetic, largest, rehearse, size_of
+from dflash.training.passes import Passes, arithmetic, largest, rehearse
 from dflash.training.publishing import publish_drafter
 from dflash.training.ranks import Ranks, joined
 from dflash.training.rows import last_row, resume_rows
@@ -183,9 +183,8 @@ def _train(
     batches = store.stream([one.rows for one in first + ahead], buffers, device=device)
     with tracked as log_row, closing(batches):
         for one in first:
-            size = size_of(one, store.rows, num_anchors=config.num_anchors)
             several = len(ahead) > total - state.step
-            rehearse(compute, one, next(batches)[0], size, state.optimizers, accumulates=several)
+            rehearse(compute, one, next(batches)[0], store.rows, state.optimizers, accumulates=several)
         if state.step and due(state.step) and last_row(history, "validation").get(STEP) != state.step:
             validate()  # it was interrupted
         while state.step < total and not out_of_patience(state.scores, config.patience):

@@ -25,7 +25,6 @@ from dflash.training.batches import Batch, Pass, add_noise, row_generators
 from dflash.training.metrics import Tally
 from dflash.training.objective import block_loss
 from dflash.training.optimizers import missing_moments
-from dflash.training.ranks import own
 from dflash.training.schedules import derived_seed
 
 log = logging.getLogger(__name__)
@@ -114,22 +113,31 @@ def largest(passes: Iterable[Pass], rows: Sequence[Row], *, num_anchors: int, bl
 
 
 def rehearse(
-    compute: Passes, one: Pass, states: PackedStates, size: Size, optimizers: Sequence[Optimizer], *, accumulates: bool
+    compute: Passes,
+    one: Pass,
+    states: PackedStates,
+    rows: Sequence[Row],
+    optimizers: Sequence[Optimizer],
+    *,
+    accumulates: bool,
 ) -> None:
     """Forward and backward for nothing, with all that a step can need, so that too little memory is noticed now.
 
-    `accumulates` says that a step has several passes. Changes no weight, no moment and no gradient. Raises ValueError
-    where memory does not suffice; every rank of several must come here.
+    `rows` are those of the store; `accumulates` says that a step has several passes. Changes no weight and no moment,
+    and leaves no gradient. Raises MemoryError where memory does not suffice, which may be for what else is in it now;
+    every rank of several must come here.
     """
     t0, config = time.perf_counter(), compute.config
+    size = size_of(one, rows, num_anchors=config.num_anchors)
     try:
         # a later step begins with moments, which optimizers make in their first one, and with gradients of other passes
         held = missing_moments(optimizers)
-        held += [torch.empty_like(own(weight)) for weight in compute.drafter.parameters() if accumulates]
+        for weight in compute.drafter.parameters() if accumulates else ():
+            weight.grad = torch.zeros_like(weight)
         compute.backward(one, states, step=0, std=max(config.noise_start, config.noise_end), tree_metrics=True)
         del held
     except torch.OutOfMemoryError as error:
-        raise ValueError(
+        raise MemoryError(
             f"training.max_tokens_per_batch: the largest micro-batch, of {size.tokens:,} tokens and {size.anchors:,} "
             f"anchors, does not fit into memory ({'. '.join(str(error).split('. ')[:2])}); lower it, or "
             "training.num_anchors"

@@ -84,7 +84,7 @@ def test_a_micro_batch_that_does_not_fit_is_told_before_the_first_step(monkeypat
         r"^training.max_tokens_per_batch: the largest micro-batch, of \d+ tokens and \d+ anchors, does not fit into "
         r"memory \(CUDA out of memory. Tried to allocate 2.00 GiB\); lower it, or training.num_anchors$"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(MemoryError, match=said):
         train(make_config(), make_states(LENGTHS), progress=lambda done, *_: steps.append(done))
     assert steps == []
 
