@@ -228,8 +228,8 @@ def publish(
 ) -> Iterator[tuple[Path, Callable[[], Artifact]]]:
     """Yields a scratch folder to write into and a function that returns the artifact once it is published.
 
-    On a clean exit every entry of the folder is moved to its place and the manifest is written last, unless the same is
-    there already; on an exception nothing is left. `summary` may be filled while writing. `location` overrides the
+    On a clean exit every entry of the folder is moved to its place, unless the same is there already, and the manifest
+    is written last; on an exception nothing is left. `summary` may be filled while writing. `location` overrides the
     place (parts of a larger artifact). `content_identity`: the identity is the hash of the files instead of the key.
     `known` holds records of files that are in place already and belong to this artifact.
     """
@@ -265,9 +265,12 @@ def publish(
             lock = home() / "locks" / f"publish-{text_sha256(manifest.location)[:12]}.lock"
             lock.parent.mkdir(exist_ok=True)
             with FileLock(lock):
-                if (there := _equal_one(manifest)) is None:
-                    _move_into_place(scratch, manifest)
-            published.append((there or manifest).artifact())
+                if there := _equal_one(manifest):
+                    manifest = manifest.model_copy(update={"files": there.files})  # with their time stamps
+                else:
+                    _move_into_place(scratch, final)
+                write_atomically(final / MANIFEST, manifest.model_dump_json(indent=1))
+            published.append(manifest.artifact())
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -287,9 +290,8 @@ def _hashes(files: Mapping[str, FileRecord]) -> dict[str, str]:
     return {name: record.sha256 for name, record in sorted(files.items())}
 
 
-def _move_into_place(scratch: Path, manifest: Manifest) -> None:
-    """While it is being replaced it does not exist: its manifest goes first and comes last."""
-    final = manifest.path
+def _move_into_place(scratch: Path, final: Path) -> None:
+    """While an artifact is being replaced it does not exist: its manifest goes first."""
     final.mkdir(parents=True, exist_ok=True)
     (final / MANIFEST).unlink(missing_ok=True)
     for entry in scratch.iterdir():
@@ -297,7 +299,6 @@ def _move_into_place(scratch: Path, manifest: Manifest) -> None:
         if target.is_dir():
             shutil.rmtree(target)
         entry.replace(target)
-    write_atomically(final / MANIFEST, manifest.model_dump_json(indent=1))
 
 
 def load_manifest(folder: Path) -> Manifest:
