@@ -264,6 +264,7 @@ def publish(
                     os.fsync(file.fileno())
             lock = home() / "locks" / f"publish-{text_sha256(manifest.location)[:12]}.lock"
             lock.parent.mkdir(exist_ok=True)
+            final.mkdir(parents=True, exist_ok=True)
             with FileLock(lock):
                 if there := _equal_one(manifest):
                     manifest = manifest.model_copy(update={"files": there.files})  # with their time stamps
@@ -292,7 +293,6 @@ def _hashes(files: Mapping[str, FileRecord]) -> dict[str, str]:
 
 def _move_into_place(scratch: Path, final: Path) -> None:
     """While an artifact is being replaced it does not exist: its manifest goes first."""
-    final.mkdir(parents=True, exist_ok=True)
     (final / MANIFEST).unlink(missing_ok=True)
     for entry in scratch.iterdir():
         target = final / entry.name
