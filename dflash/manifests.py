@@ -111,6 +111,11 @@ class Key(BaseModel):
         return f"artifacts/{self.stage}/{self}"
 
 
+def called_by_inputs(manifest: Manifest) -> str:
+    """The key that follows from what a manifest says of its inputs; an edited one may call itself otherwise."""
+    return str(Key(**manifest.model_dump(include=set(Key.model_fields))))
+
+
 def home() -> Path:
     """The data root: DFLASH_HOME, else a folder in the user's cache."""
     if chosen := os.environ.get("DFLASH_HOME"):

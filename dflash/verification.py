@@ -10,7 +10,16 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from dflash.hidden.store import HiddenStates, check_parts, verify_shard
-from dflash.manifests import DAMAGED_MANIFEST, MANIFEST, Damaged, Key, Manifest, check_files, home, load_manifest
+from dflash.manifests import (
+    DAMAGED_MANIFEST,
+    MANIFEST,
+    Damaged,
+    Manifest,
+    called_by_inputs,
+    check_files,
+    home,
+    load_manifest,
+)
 
 
 class Verdict(BaseModel):
@@ -52,8 +61,8 @@ def verify_all() -> Iterator[Verdict]:
 
 def _check(folder: Path, manifest: Manifest, parts: Mapping[Path, bool]) -> None:
     """Raises Damaged. Files of `parts`, but for their manifests, were read before; of those not whole it was said."""
-    key = Key(**manifest.model_dump(include=set(Key.model_fields)))
-    if manifest.key != str(key) or home() / manifest.location != folder:
+    key = called_by_inputs(manifest)
+    if manifest.key != key or home() / manifest.location != folder:
         raise Damaged(f"{folder}: holds {manifest.key} of {manifest.location}, which its inputs call {key}")
     if folder.parent.name == "shards":
         verify_shard(folder, deep=True)

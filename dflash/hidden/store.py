@@ -40,8 +40,8 @@ from dflash.manifests import (
     MANIFEST,
     Artifact,
     Damaged,
-    Key,
     Manifest,
+    called_by_inputs,
     check_files,
     load_manifest,
     verify,
@@ -603,8 +603,7 @@ def _made_again(part: Path, whole: Manifest) -> bool:
     inside = part.relative_to(whole.path).as_posix()
     try:
         found = load_manifest(part)
-        key = Key(**found.model_dump(include=set(Key.model_fields)))
-        if (found.key, found.location) != (str(key), f"artifacts/{whole.stage}/{whole.key}/{inside}"):
+        if (found.key, found.location) != (called_by_inputs(found), f"artifacts/{whole.stage}/{whole.key}/{inside}"):
             return False
         check_files(found.model_copy(update={"location": str(part.absolute())}), found.files, deep=False)
     except Damaged:
